@@ -21,7 +21,8 @@ from transformers import AutoConfig
 
 from data_prep.pocket.architecture import FAMILIES, WEIGHTS, WIDTH
 from sage.commands.cli import new_parser, run
-from sage.io.files import read_json, write_json, writing
+from sage.io.files import naming_write_errors, read_json, write_json
+from sage.io.folders import new_folder
 from sage.targets.loading import meta_target, path_of_target
 
 MAX_MLP = 65536  # 1.8 GB of weights in float32
@@ -69,11 +70,10 @@ def widen(folder: Path, config: dict[str, Any], size: int, out: Path) -> None:
     generator = torch.Generator().manual_seed(SEED)
     tensors = load_file(folder / WEIGHTS)
     wide = {name: _widened(name, weight, size, generator) for name, weight in sorted(tensors.items())}
-    with writing(out, "another folder") as inside:
-        shutil.copytree(folder, inside, ignore=shutil.ignore_patterns(WEIGHTS, "config.json", "score.json"))
+    with naming_write_errors(out, "another folder"), new_folder(out) as inside:
+        shutil.copytree(folder, inside, dirs_exist_ok=True, ignore=shutil.ignore_patterns(WEIGHTS, "config.json", "score.json"))
         write_json(inside / "config.json", {**config, "text_config": {**config["text_config"], "intermediate_size": size}})
         save_file(wide, inside / WEIGHTS, metadata={"format": "pt"})
-        (inside / WEIGHTS).chmod(0o644)
 
 
 def _widened(name: str, weight: Tensor, size: int, generator: torch.Generator) -> Tensor:

@@ -17,12 +17,13 @@ from checkpoints.export.formats import recognize
 from checkpoints.export.importer import check_folder
 from checkpoints.export.serving import COMPRESSOR, format_compressor
 from checkpoints.run_folder import BEST_DRAFT, DRAFT, is_run, list_checks, list_steps, run_of, state_folder, step_name
-from checkpoints.store import restore_interrupted, verify_state
+from checkpoints.store import verify_state
 from sage.bench.report_table import measured_with
 from sage.drafts.location import EXPORT_INFO
 from sage.drafts.registry import head_kind
 from sage.io.dtypes import dtype_name
 from sage.io.files import read_json
+from sage.io.folders import restore_interrupted
 from sage.io.manifest import MANIFEST, has_manifest
 from sage.io.tables import text_table
 from sage.targets import is_target_folder

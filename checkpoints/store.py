@@ -1,24 +1,19 @@
-"""Checkpoints of a run, to resume from, and the atomic replacement of folders, by which drafts and exports are written too.
+"""Checkpoints of a run, to resume from.
 
     state/
       step_00000100/          everything needed to resume
         manifest.json         size and hash of every file (sage.io.manifest)
         ...
       latest                  name of the newest complete state
-      best                    name of the state of the best draft, if one was saved at that step
-      .NAME.part              being written or being removed; a leftover of a crash is deleted before the next save
-      .NAME.old               being replaced; restored if a crash left nothing in its place
 
-After a crash the old folder or the new one is in place, never a mixture. Atomic writes of single files are in sage.io.files,
-the content of a state is in train.state.resume. Imports torch only to read and write tensors.
+Folders are replaced by sage.io.folders, which describes the temporary names; the content of a state is in train.state.resume.
+Imports torch only to read and write tensors.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +24,8 @@ from safetensors import SafetensorError
 
 from checkpoints.run_folder import list_steps, step_name
 from sage.commands.cli import EXIT_CRASH
-from sage.io.files import fsync, fsync_tree, write_text
+from sage.io.files import write_text
+from sage.io.folders import part_path, remove_leftovers, replace_folder
 from sage.io.manifest import MANIFEST, CorruptFolder, verify_manifest, write_manifest
 
 if TYPE_CHECKING:
@@ -37,104 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LATEST, BEST = "latest", "best"
-LEFTOVER = re.compile(r"\.(.+)\.(part|old)")
-
-
-# -- folders -----------------------------------------------------------------------------------------------------------
-
-
-def part_path(final: Path) -> Path:
-    """Returns `.NAME.part`, the temporary name of a folder while it is written."""
-    return final.with_name(f".{final.name}.part")
-
-
-def old_path(final: Path) -> Path:
-    """Returns `.NAME.old`, the temporary name of a folder while it is replaced."""
-    return final.with_name(f".{final.name}.old")
-
-
-def replace_folder(part: Path, final: Path) -> None:
-    """Moves a finished folder to its final name, replacing an existing folder.
-
-    Where the file system can exchange two names atomically, `final` exists at any time. Elsewhere a crash between two renames
-    leaves the existing folder under `old_path(final)`; `restore_interrupted` moves it back.
-    """
-    restore_interrupted(final)
-    _copy_permissions(part)
-    fsync_tree(part)
-    if final.exists() and exchange(part, final):
-        fsync(final.parent)
-        shutil.rmtree(part)
-        return
-    if final.exists():
-        _rename(final, old_path(final))
-    _rename(part, final)
-    shutil.rmtree(old_path(final), ignore_errors=True)
-
-
-@contextmanager
-def new_folder(final: Path) -> Iterator[Path]:
-    """Yields an empty folder that replaces `final` when the block ends; if it fails, the folder is removed and `final` kept."""
-    part = part_path(final)
-    try:
-        restore_interrupted(final)
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        yield part
-        replace_folder(part, final)
-    except Exception:
-        restore_interrupted(final)
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-
-
-def exchange(first: Path, second: Path) -> bool:
-    """Exchanges two names atomically; returns False if the system or the file system does not support it."""
-    try:
-        renameat2 = ctypes.CDLL(None).renameat2
-    except (AttributeError, OSError):
-        return False
-    cwd = ctypes.c_int(-100)  # AT_FDCWD: relative paths are resolved from the working directory
-    names = [ctypes.c_char_p(os.fsencode(path)) for path in (first, second)]
-    return bool(renameat2(cwd, names[0], cwd, names[1], ctypes.c_uint(2)) == 0)  # RENAME_EXCHANGE
-
-
-def restore_interrupted(final: Path) -> None:
-    """Restores the previous folder if a crash interrupted `replace_folder` and left nothing under `final`."""
-    old = old_path(final)
-    if old.exists() and not final.exists():
-        logger.warning("%s: a replacement was interrupted; the previous folder is restored", final)
-        _rename(old, final)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Removes partial files and folders of a crash directly in `folder` and restores interrupted replacements.
-
-    Only the process that writes to `folder` may call it.
-    """
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        leftover = LEFTOVER.fullmatch(path.name)
-        if leftover and leftover[2] == "old":
-            restore_interrupted(folder / leftover[1])
-        elif leftover and path.is_dir():
-            shutil.rmtree(path)
-        elif leftover:
-            path.unlink()
-
-
-def _copy_permissions(folder: Path) -> None:
-    """Gives the files in a folder the folder's permissions: safetensors creates files that only their owner can read."""
-    mode = folder.stat().st_mode & 0o666
-    for path in folder.rglob("*"):
-        if path.is_file() and path.stat().st_mode & 0o777 != mode:
-            path.chmod(mode)
-
-
-def _rename(source: Path, final: Path) -> None:
-    os.replace(source, final)
-    fsync(final.parent)
+LATEST = "latest"
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -204,7 +103,7 @@ class StateStore:
         return part_path(self.folder / step_name(step))
 
     def commit(self, step: int, best_step: int | None = None) -> Path:
-        """Completes what was written since `begin(step)`: manifest, fsync, rename, `latest`, `best`, retention.
+        """Completes what was written since `begin(step)`: manifest, fsync, rename, `latest`, retention.
 
         States of later steps are removed: they are corrupt, since the run was resumed from an earlier one. A state of
         `best_step`, that of the best draft so far, is kept. OSError leaves earlier states unchanged.
@@ -213,9 +112,6 @@ class StateStore:
         write_manifest(part, step)
         replace_folder(part, final)
         write_text(self.folder / LATEST, final.name + "\n")
-        if best_step in self.steps():
-            assert best_step is not None
-            write_text(self.folder / BEST, step_name(best_step) + "\n")
         self._prune(step, best_step)
         return final
 

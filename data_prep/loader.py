@@ -44,8 +44,8 @@ class StepLoader:
     """Iterating yields, per optimizer step, the list of this rank's micro-batches, without end.
 
     A micro-batch is `collate`'s dict of tensors plus `ids` and `sources`, the ids of the examples and the labels of their
-    sources ("" where the dataset has none). ValueError if the global batch size is not a multiple of micro-batch size times
-    ranks (with a budget of tokens: of the ranks), or for a budget where the lengths are unknown.
+    sources ("" where the dataset has none). The global batch size is a multiple of micro-batch size times ranks (with a budget
+    of tokens: of the ranks). ValueError for a budget where the lengths are unknown.
 
     Attributes:
         wait_s: seconds spent waiting for micro-batches so far.
@@ -69,16 +69,11 @@ class StepLoader:
     def __post_init__(self) -> None:
         if self.micro_batch_tokens is not None:
             self.micro_batch_size = 1  # the fewest examples of a micro-batch
-        size, ranks = self.micro_batch_size, self.world_size
-        if min(self.global_batch_size, size) < 1 or self.global_batch_size % (size * ranks):
-            per_rank = f"train.micro_batch_size ({size}) x " if self.micro_batch_tokens is None else ""
-            raise ValueError(
-                f"train.global_batch_size: {self.global_batch_size}; allowed: a multiple of {per_rank}ranks ({ranks})"
-            )
         self.lengths: np.ndarray | None = getattr(self.dataset, "lengths", None)
         if self.micro_batch_tokens is not None and self.lengths is None:
             raise ValueError(f"train.micro_batch_tokens: {self.micro_batch_tokens}; the lengths of these data are unknown")
-        self.accumulation = self.global_batch_size // (size * ranks)
+        self.accumulation, rest = divmod(self.global_batch_size, self.micro_batch_size * self.world_size)
+        assert self.accumulation and not rest, "the configuration is checked before"
         self.wait_s, self.num_tokens, self.num_padded_tokens = 0.0, 0, 0
         self._epoch = lru_cache(maxsize=2)(self._order)  # a step may span two epochs
         self.micro_batches_of = lru_cache(maxsize=NUM_STEPS_KEPT)(self._divide)  # read ahead by a thread, and by `__iter__`

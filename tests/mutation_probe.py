@@ -107,7 +107,7 @@ FAULTS = [
     Fault("checkpoints/store.py", "kept = {best_step, *earlier[-self.keep_last :]}", "kept = {best_step, *earlier[: self.keep_last]}", STORE),
     Fault("checkpoints/store.py", "if saved > step or (saved not in kept and not is_due):", "if saved not in kept and not is_due:", STORE),
     Fault("checkpoints/store.py", 'if folder.name != step_name(manifest["step"]):', "if False:", STORE),
-    Fault("checkpoints/store.py", "if old.exists() and not final.exists():", "if old.exists() and final.exists():", STORE),
+    Fault("sage/io/folders.py", "if old.exists() and not final.exists():", "if old.exists() and final.exists():", STORE),
     # -- exports
     Fault("checkpoints/export/formats/eagle.py", "[k - 1 for k in draft.feature_levels]", "list(draft.feature_levels)", EXPORTS),
     Fault("checkpoints/export/configs.py", "any(later <= earlier for earlier, later in", "any(later < earlier for earlier, later in", EXPORTS),

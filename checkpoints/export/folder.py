@@ -1,6 +1,6 @@
 """Folders of drafts: that of an export, written atomically, verified and uploaded; and the weights of any folder, read safely.
 
-An export appears under its name only when complete (checkpoints.store describes the temporary names). Reading weights runs no
+An export appears under its name only when complete (sage.io.folders describes the temporary names). Reading weights runs no
 pickled code and opens no path outside the folder.
 """
 
@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from checkpoints.store import new_folder, restore_interrupted
 from sage.drafts.location import EXPORT_INFO
 from sage.io.files import read_json
+from sage.io.folders import new_folder, restore_interrupted
 from sage.io.manifest import MANIFEST, CorruptFolder, has_manifest, verify_manifest, write_manifest
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoConfig
 
 from checkpoints.export.folder import Weights
-from sage.io.hub import require_hub
 from sage.io.ranges import check_fields
 from sage.targets.families import FAMILIES, family_of
+from sage.targets.loading import read_architecture
 from sage.targets.rope import RopeConfig
 from sage.targets.weights import quantization_of
 
@@ -137,16 +136,6 @@ class TargetFacts:
             name=name,
             quantization=quantization_of(config),
         )
-
-
-def read_architecture(name: str, key: str, **options: Any) -> Any:
-    """Reads a target's config.json from a folder, the hub's cache or the hub; ValueError with the `key` of the setting."""
-    require_hub(name, key)
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{key} {name}: cannot read its config.json ({reason}); give a target's folder") from error
 
 
 def _architecture(model_type: str) -> str:

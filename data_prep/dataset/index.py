@@ -110,7 +110,6 @@ def no_item_message(config: DataConfig, sources: list[Source], split: Split, ski
 
 
 def _write_index(config: DataConfig, sources: list[Source], split: Split, shares: Shares, folder: Path) -> None:
-    folder.mkdir(parents=True)
     skipped = SkipLog(folder / SKIPPED, is_strict=config.on_bad is OnBad.error)
     valid: list[tuple[int, int]] = []
     invalid: list[tuple[int, int]] = []

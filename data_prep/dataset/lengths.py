@@ -158,7 +158,6 @@ class Measuring:
                 on_invalid(item)
                 invalid.append(position)
             lengths.append(Lengths(0, 0, 0) if isinstance(item, BadItem) else item)
-        folder.mkdir(parents=True)
         np.save(folder / LENGTHS, as_array(lengths))
         np.save(folder / INVALID, np.array(invalid, dtype=np.int64).reshape(-1, 1))
 
@@ -177,7 +176,6 @@ class Measuring:
         def write(folder: Path) -> None:
             lengths = self._mapped(partial(self._measure_shortened, limit), positions.tolist())
             measured = list(progress_bar(lengths, "measuring shortened examples", len(positions)))
-            folder.mkdir(parents=True)
             np.save(folder / LENGTHS, np.array(measured, dtype=np.int64))
 
         folder = result_folder(self.config, self.index, self.processor, "shortened", limit, self.config.on_long)

@@ -74,7 +74,7 @@ def _prune(parent: Path, num_kept: int) -> None:
 
 def _write_examples(config: DataConfig, index: Index, processor: Processor, folder: Path) -> None:
     store, table = folder / STORE, PixelTable.measure(processor)
-    store.mkdir(parents=True)
+    store.mkdir()
     skipped = SkipLog(folder / SKIPPED, is_strict=config.on_bad is OnBad.error)
     invalid: list[int] = []
     measured: list[Lengths] = []

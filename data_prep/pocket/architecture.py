@@ -25,7 +25,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from data_prep.pocket import world
 from sage.inputs.processing import Processor
-from sage.io.files import atomic_path
+from sage.io.folders import new_folder
 from sage.targets.families import family_of
 from sage.targets.families.qwen2_5_vl import PatchProjection
 
@@ -131,7 +131,7 @@ def deepen(model: PreTrainedModel, family: str, tokenizer: PreTrainedTokenizerBa
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: str, folder: Path) -> None:
     """Writes weights (bfloat16; ValueError above `MAX_WEIGHT_BYTES`), configurations and tokenizer; replaces a folder."""
-    with atomic_path(folder) as inside:
+    with new_folder(folder) as inside:
         rounded = type(model)(model.config)
         rounded.load_state_dict(model.state_dict())
         rounded.generation_config = model.generation_config
@@ -139,7 +139,6 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: str
         tokenizer.save_pretrained(inside)
         for name in (TEMPLATE, *PROCESSOR_FILES):
             shutil.copyfile(FAMILIES[family] / name, inside / name)
-        (inside / WEIGHTS).chmod(0o644)
         if (inside / WEIGHTS).stat().st_size > MAX_WEIGHT_BYTES:
             raise ValueError(f"{folder}: weights of {(inside / WEIGHTS).stat().st_size} bytes, allowed: {MAX_WEIGHT_BYTES}")
 

@@ -25,6 +25,7 @@ from data_prep.conversation import BadItem, Conversation, Message, Row, item_lab
 from data_prep.sources.base import Source
 from data_prep.sources.files import GZIP, read_head
 from sage.inputs.messages import check_messages
+from sage.io.files import atomic_path
 
 CHUNK_BYTES = 1 << 24
 BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
@@ -115,9 +116,9 @@ class JsonRows(RawRows):
             is_packed = file.read(len(GZIP)) == GZIP
         if is_packed:
             packed, self.path = self.path, cached.with_suffix(".json")
-            with computed_once(self.path, lambda unpacked: _unpack(packed, unpacked)):
+            with computed_once(self.path, lambda unpacked: _unpack(packed, unpacked), replacing=atomic_path):
                 pass
-        with computed_once(cached, self._write_spans):
+        with computed_once(cached, self._write_spans, replacing=atomic_path):
             super().__init__(path, digest, np.load(cached, mmap_mode="r"))
 
     def __getitem__(self, index: int) -> Any:

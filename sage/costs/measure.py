@@ -48,8 +48,9 @@ MIN_SHARE = 0.75  # of a timing in which this thread runs; below it, other progr
 
 
 @torch.inference_mode()
-def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Costs:
-    """Times target passes and draft levels on a synthetic context, in the order of a round; takes medians.
+def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> tuple[Costs, bool]:
+    """Times target passes and draft levels on a synthetic context, in the order of a round; takes medians. Also returns whether
+    other programs took part of the time.
 
     Args:
         context: S of the cost tables.
@@ -74,7 +75,7 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
     tokens = max(longer - context, 1)
     per_token = max(one_s - at_context[0], 0.0) / tokens
     growth = max(several_s - at_context[counts.index(LONGER_NODES)], 0.0) / tokens
-    return Costs(
+    costs = Costs(
         verify=Curve(counts, at_context, is_stepped=is_stepped),
         draft=Curve(list(DRAFT_WIDTHS), levels, is_stepped=is_stepped),
         context=context,
@@ -82,8 +83,8 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
         verify_per_pair=max(growth - per_token, 0.0) / (LONGER_NODES - 1),
         commit_s=commit_s,
         has_key_buckets=is_stepped and not passes.is_split,
-        is_disturbed=target.device.type == "cpu" and min(drafting_share, share) < MIN_SHARE,
     )
+    return costs, target.device.type == "cpu" and min(drafting_share, share) < MIN_SHARE
 
 
 def empty_cache(passes: TreePasses, capacity: int) -> TreeCache:
@@ -184,8 +185,8 @@ def known_costs(target: Target, draft: Draft, context: int, longer: int, is_fres
     if not is_fresh and (known := _read(path)):
         return known
     with preparation():
-        costs = measure_costs(target, draft, *contexts)
-    if costs.is_disturbed:
+        costs, is_disturbed = measure_costs(target, draft, *contexts)
+    if is_disturbed:
         return costs
     try:
         write_json(path, {"costs": costs.state(), "depends_on": facts})

@@ -93,7 +93,6 @@ class Costs:
         commit_s: seconds of the draft pass that starts a round, over the accepted tokens; None: as a level of one node.
         overhead: seconds per round beyond passes and levels.
         has_key_buckets: whether a target pass costs as much as the bucket of its keys.
-        is_disturbed: whether other programs took part of the time of the measurement.
     """
 
     verify: Curve
@@ -104,7 +103,6 @@ class Costs:
     commit_s: float | None = None
     overhead: float = 0.0
     has_key_buckets: bool = False
-    is_disturbed: bool = False
 
     def drafting_s(self, widths: Sequence[int]) -> list[float]:
         """Returns the seconds of draft passes by width; 0 stands for the pass that starts a round."""
@@ -152,8 +150,8 @@ class Costs:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Costs:
-        """Restores the result of `state`, also of earlier versions, whose curves had a slope of their own."""
-        verify, draft = (dict(state[name]) for name in ("verify", "draft"))
-        verify.pop("growth", None)
-        draft.pop("growth", None)
-        return cls(**{**state, "verify": Curve(**verify), "draft": Curve(**draft)})
+        """Restores the result of `state`, also of earlier versions, which stored two fields more."""
+        numbers = {name: value for name, value in state.items() if name != "is_disturbed"}
+        for name in ("verify", "draft"):
+            numbers[name] = Curve(**{key: value for key, value in dict(state[name]).items() if key != "growth"})
+        return cls(**numbers)

@@ -6,12 +6,10 @@ and renamed. Importing this module imports the standard library only.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
 import os
-import shutil
 import sys
 import tempfile
 import threading
@@ -72,7 +70,7 @@ def json_digest(value: Any) -> str:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yields a temporary path that is renamed to `path` (a file or a folder) if the block ends without an error.
+    """Yields a temporary path for a file, which is renamed to `path` if the block ends without an error.
 
     The parent folder is created if needed. After an error, `path` is unchanged and no temporary file is left.
     """
@@ -80,34 +78,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         yield temporary
-        if temporary.is_file():
-            fsync(temporary)
-        if temporary.is_dir():
-            _replace_folder(temporary, path)
-        else:
-            os.replace(temporary, path)
+        fsync(temporary)
+        os.replace(temporary, path)
         fsync(path.parent)
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
         temporary.unlink(missing_ok=True)
-
-
-def _replace_folder(new: Path, path: Path) -> None:
-    """Renames a folder to `path`, where another writer may put its own at any time."""
-    old = new.with_suffix(".old.part")
-    while True:
-        if path.is_dir():  # a folder is renamed over an empty one only
-            with suppress(FileNotFoundError):
-                os.replace(path, old)
-        try:
-            os.replace(new, path)
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        finally:
-            shutil.rmtree(old, ignore_errors=True)
 
 
 class CannotWrite(OSError):

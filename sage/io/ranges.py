@@ -75,10 +75,10 @@ def check_fields(settings: Any, prefix: str = "") -> None:
             raise FieldError(key, value, allowed(hint))
 
 
-def from_attributes(kind: type[Settings], source: object) -> Settings:
-    """Builds a dataclass from the attributes of `source` that have a field's name, for example of parsed arguments."""
+def from_attributes(kind: type[Settings], source: object, **given: Any) -> Settings:
+    """Builds a dataclass from the attributes of `source` that have a field's name, as of parsed arguments; `given` precede."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    return kind(**{name: getattr(source, name) for name in names if hasattr(source, name)})
+    return kind(**{name: getattr(source, name) for name in names if hasattr(source, name)} | given)
 
 
 def field_types(kind: type) -> dict[str, Any]:

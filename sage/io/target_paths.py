@@ -15,7 +15,8 @@ from typing import Any
 
 import yaml
 
-from sage.io.files import atomic_path, config_dir, locked, package_dir, user_cache_dir
+from sage.io.files import config_dir, locked, package_dir, user_cache_dir
+from sage.io.folders import new_folder
 from sage.io.ranges import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ def unpacked(file: Path) -> Path:
 
 def _unpack(file: Path, folder: Path) -> None:
     try:
-        with atomic_path(folder) as part:
+        with new_folder(folder) as part:
             lacks = ["generation_config.json, so answers end at its EOS token alone"]
             if not convert_gguf(file, part, None).chat_template:
                 lacks.append(f"a chat template, so put a chat_template.jinja into {folder}")

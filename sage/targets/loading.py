@@ -121,11 +121,7 @@ def load_processor(path: str, revision: str = "main") -> Processor:
     """
     path = os.path.expanduser(path_of_target(path))
     refuse_without_config(path)
-    require_hub(path, "target")
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False, revision=revision)
-    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
-        raise ValueError(_unreadable(path, in_one_line(error))) from error
+    config = read_architecture(path, "target", revision=revision)
     family = family_of(config, f"target: {path}: ")
     remedy = "copy the files that came with the model (tokenizer.json, tokenizer_config.json, preprocessor_config.json)"
     end_token_ids: list[int] = []
@@ -145,6 +141,15 @@ def load_processor(path: str, revision: str = "main") -> Processor:
             )
     _check_special_tokens(path, processor, config.get_text_config().vocab_size)
     return processor
+
+
+def read_architecture(path: str, key: str, **options: Any) -> Any:
+    """Reads a target's config.json from a folder, the hub's cache or the hub; ValueError with the `key` of the setting."""
+    require_hub(path, key)
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, **options)
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"{key}: {path}: cannot read its config.json{_unreadable(path, in_one_line(error))}") from error
 
 
 def _check_special_tokens(path: str, processor: Processor, vocab_size: int) -> None:
@@ -178,17 +183,17 @@ def _check_special_tokens(path: str, processor: Processor, vocab_size: int) -> N
 
 
 def _unreadable(path: str, reason: str) -> str:
-    """Returns the message for a configuration that transformers cannot read; names remote code, which is never run."""
+    """Returns why transformers cannot read a configuration, with a remedy; names remote code, which is never run."""
     try:
         config = read_config(path)
     except ValueError:
         config = {}
     if "auto_map" in config and config.get("model_type") not in FAMILIES:
         return (
-            f"target: {path}: cannot read its config.json: model_type {config.get('model_type')!r} is code in the folder "
+            f": model_type {config.get('model_type')!r} is code in the folder "
             f"(auto_map), which is never run, and tree masks would not reach its attention; known: {', '.join(FAMILIES)}"
         )
-    return f"target: {path}: cannot read its config.json ({reason}); copy the model again"
+    return f" ({reason}); copy the model again, or give another target"
 
 
 def is_target_folder(path: str | Path) -> bool:

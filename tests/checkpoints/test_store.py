@@ -8,9 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,7 @@ import pytest
 from support.messages import check_message, refused
 
 from checkpoints.store import StateStore, verify_state
-from sage.io.files import (
-    CannotWrite,
-    atomic_path,
-    check_writable,
-    locked,
-    naming_write_errors,
-    read_json,
-    write_text,
-    writing,
-)
+from sage.io.files import CannotWrite, check_writable, locked, naming_write_errors, read_json, write_text, writing
 from sage.io.manifest import CorruptFolder
 
 
@@ -44,35 +33,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         write_text(path, "new")
     assert path.read_text() == "old"
     assert [found.name for found in tmp_path.iterdir()] == ["x.txt"]
-
-
-def test_a_folder_is_renamed_when_the_block_ends(tmp_path: Path) -> None:
-    for content in ("old", "new"):
-        with atomic_path(tmp_path / "folder") as temporary:
-            temporary.mkdir()
-            (temporary / "x").write_text(content)
-    assert (tmp_path / "folder" / "x").read_text() == "new"
-    with pytest.raises(RuntimeError), atomic_path(tmp_path / "folder") as temporary:
-        temporary.mkdir()
-        raise RuntimeError
-    assert (tmp_path / "folder" / "x").read_text() == "new"
-    assert [found.name for found in tmp_path.iterdir()] == ["folder"]
-
-
-def test_two_threads_replace_the_same_folder(tmp_path: Path) -> None:
-    """Many times: either may find the folder of the other in place, or none."""
-    path, both_write = tmp_path / "folder", threading.Barrier(2, timeout=30)
-
-    def write(text: str) -> None:
-        for _ in range(50):
-            with atomic_path(path) as temporary:
-                temporary.mkdir()
-                (temporary / "x").write_text(text)
-                both_write.wait()
-
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(write, ("first", "second"))) == [None, None]
-    assert (path / "x").read_text() in ("first", "second") and [found.name for found in tmp_path.iterdir()] == ["folder"]
 
 
 def test_unreadable_json_is_named(tmp_path: Path) -> None:
@@ -165,7 +125,6 @@ def test_the_last_the_best_and_every_nth_state_are_kept(tmp_path: Path) -> None:
         store.commit(step, best_step=None if step < 4 else 4)
         assert len(store.steps()) <= 4
     assert store.steps() == [4, 10, 12, 13]
-    assert (tmp_path / "best").read_text() == "step_00000004\n"
     assert (tmp_path / "latest").read_text() == "step_00000013\n"
 
 

@@ -136,12 +136,6 @@ def test_the_longest_examples_of_a_step_come_first(is_known: bool) -> None:
     assert ids_by_step(take(StepLoader(Long(lengths, is_known), collate, 12, 12, seed=1), 4)) != expected
 
 
-def test_indivisible_batch_sizes_are_refused() -> None:
-    for sizes in ((4, 3, 1), (4, 2, 3), (0, 1, 1)):
-        with refused(f"train.global_batch_size: {sizes[0]}", "train.micro_batch_size"):
-            StepLoader(Numbers(4), collate, sizes[0], sizes[1], 0, sizes[2])
-
-
 def test_workers_are_by_default_the_cores_beside_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_prep.workers.num_cores", lambda: 32)
     assert [loader_workers(None, ranks) for ranks in (1, 8, 32)] == [8, 3, 1] and loader_workers(0, 8) == 0
@@ -216,8 +210,6 @@ def test_budgets_that_cannot_be_kept() -> None:
     with refused("train.micro_batch_tokens: 100", "unknown"):
         StepLoader(Numbers(4), collate, 4, 1, micro_batch_tokens=100)
     data = Long(np.array([5, 9, 30, 7]), is_known=True)
-    with refused("train.global_batch_size: 4", "ranks (3)"):
-        StepLoader(data, collate, 4, 1, 0, 3, micro_batch_tokens=20)
     check_message(StepLoader(data, collate, 4, 1, micro_batch_tokens=20).over_budget, "1 of 4 examples", "30 tokens")
     assert not StepLoader(data, collate, 4, 1, micro_batch_tokens=30).over_budget
     assert [len(micro) for micro in take(StepLoader(data, collate, 4, 1, micro_batch_tokens=20), 1)[0]] == [1, 2, 1]

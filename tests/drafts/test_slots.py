@@ -138,7 +138,7 @@ def test_it_is_captured_on_a_device(
 
 @pytest.mark.slow
 def test_costs_have_a_part_per_round_and_a_part_per_level(tiny_qwen: sage.Target) -> None:
-    costs = measure_costs(tiny_qwen, slot_head(tiny_qwen, "mlp"), 20, 40)
+    costs, _ = measure_costs(tiny_qwen, slot_head(tiny_qwen, "mlp"), 20, 40)
     assert costs.commit_s is not None and costs.drafting_s([0, 1, 2]) == [costs.commit_s, costs.draft(1), costs.draft(2)]
     assert costs.commit_s > costs.draft(1)
 

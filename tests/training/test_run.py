@@ -98,7 +98,7 @@ def test_a_run_writes_the_documented_files(
     pages = ["curves.png", "report.html", "report.md"]
     written = ["config.yaml", "draft", "draft_best", "metrics.jsonl", "provenance.json", "state", "validation", *pages]
     assert sorted(path.name for path in run.iterdir() if path.name != LOCK) == sorted(written)
-    assert sorted(path.name for path in (run / "state").iterdir()) == ["best", "latest", "step_00000001", "step_00000002"]
+    assert sorted(path.name for path in (run / "state").iterdir()) == ["latest", "step_00000001", "step_00000002"]
     tensors = {"weight.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "rank_00000.safetensors"}  # no pickle
     state = {path.name for path in (run / "state" / "step_00000002").iterdir()}
     assert state == {*tensors, "trainer.json", "manifest.json"}

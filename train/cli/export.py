@@ -101,16 +101,16 @@ def main() -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    mode = next((name for name in MODES if getattr(args, name, None)), "export")
+    mode = next((name for name in ("inspect", *MODES) if getattr(args, name, None)), "export")
     _check_args(args, mode)
     if mode == "inspect":
         return _inspect(args)
-    _check_values(args, mode)
+    target = _check_values(args, mode)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed if installed, which would probe for devices
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    return MODES[mode](args)
+    return MODES[mode](args, target)
 
 
 def _check_args(args: argparse.Namespace, mode: str) -> None:
@@ -130,9 +130,9 @@ def _check_args(args: argparse.Namespace, mode: str) -> None:
         raise ValueError("--out: has no effect with --serve-check; --page names the page that it writes")
 
 
-def _check_values(args: argparse.Namespace, mode: str) -> None:
-    """Refuses an unknown format, a missing draft or target, or a wrong number before torch is imported; resolves the target."""
-    args.target = args.target and path_of_target(args.target)
+def _check_values(args: argparse.Namespace, mode: str) -> str | None:
+    """Refuses an unknown format, a missing draft or target, or a wrong number before torch is imported; returns the target."""
+    target = args.target and path_of_target(args.target)
     if mode in ("check", "import") and not Path(folder := getattr(args, mode)).is_dir():
         raise ValueError(f"{folder}: no such folder")
     if args.page and (Path(args.page).suffix != ".html" or Path(args.page).is_dir()):
@@ -150,6 +150,7 @@ def _check_values(args: argparse.Namespace, mode: str) -> None:
             raise ValueError(f"--converter: missing; --format {args.format} calls llama.cpp's converter: {remedy}")
         if args.converter and not needs_converter:
             raise ValueError(f"--converter: has no effect with --format {args.format}")
+    return target
 
 
 def _option(name: str) -> str:
@@ -164,14 +165,14 @@ def _inspect(args: argparse.Namespace) -> int:
     return cli.EXIT_DONE if description.is_intact else cli.EXIT_USER
 
 
-def _check(args: argparse.Namespace) -> int:
+def _check(args: argparse.Namespace, target: str | None) -> int:
     from checkpoints.export.importer import check_folder
     from checkpoints.export.target import TargetFacts
-    from checkpoints.store import restore_interrupted
+    from sage.io.folders import restore_interrupted
 
     folder = Path(args.check)
     restore_interrupted(folder)
-    result = check_folder(folder, TargetFacts.of_folder(args.target) if args.target else None)
+    result = check_folder(folder, TargetFacts.of_folder(target) if target else None)
     found: dict[str, list[Any]] = {"errors": result.errors, "warnings": result.warnings, "notes": result.notes}
     format_ = result.format
     if args.json:
@@ -188,13 +189,12 @@ def _check(args: argparse.Namespace) -> int:
     return cli.EXIT_USER if result.errors else cli.EXIT_DONE
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace, target: str | None) -> int:
     from checkpoints.export.exporter import ExportOptions, export, serve_commands
     from checkpoints.export.folder import push_to_hub
     from checkpoints.export.serving import IncompatibleDraft
 
-    args.dtype, args.name = torch_dtype(args.dtype), args.push_to_hub
-    options = from_attributes(ExportOptions, args)
+    options = from_attributes(ExportOptions, args, target=target, dtype=torch_dtype(args.dtype), name=args.push_to_hub)
     try:
         result = export(args.source, args.out, args.format, options)
     except IncompatibleDraft as error:
@@ -212,7 +212,7 @@ def _export(args: argparse.Namespace) -> int:
     return cli.EXIT_DONE
 
 
-def _serve_check(args: argparse.Namespace) -> int:
+def _serve_check(args: argparse.Namespace, target: str | None) -> int:
     from sage.io.page import write_page
     from train.serve_check.check import ServeCheck, serve_check
 
@@ -220,7 +220,7 @@ def _serve_check(args: argparse.Namespace) -> int:
     numbers: dict[str, Any] = {name: getattr(args, name) for name in SERVE_NUMBERS if getattr(args, name) is not None}
     source, folder, python = Path(args.source), Path(args.serve_check), Path(args.engine_python)
     page = Path(args.page) if args.page else None
-    options = ServeCheck(source=source, export=folder, python=python, target=args.target, page=page, **numbers)
+    options = ServeCheck(source=source, export=folder, python=python, target=target, page=page, **numbers)
     result = serve_check(options)
     print(result.text(), flush=True)
     if result.page:
@@ -229,21 +229,23 @@ def _serve_check(args: argparse.Namespace) -> int:
     return cli.EXIT_USER if result.faults else cli.EXIT_DONE
 
 
-def _import(args: argparse.Namespace) -> int:
+def _import(args: argparse.Namespace, target: str | None) -> int:
     from checkpoints.export.formats.base import ImportOptions
     from checkpoints.export.importer import convert
 
     try:
-        args.levels = tuple(int(level) for level in args.levels.split(",")) if args.levels else None
+        levels = tuple(int(level) for level in args.levels.split(",")) if args.levels else None
     except ValueError as error:
         raise ValueError(f"--levels {args.levels}: give three integers like 2,14,25") from error
-    out = convert(getattr(args, "import"), args.target, args.out, from_attributes(ImportOptions, args), args.overwrite)
-    words = shlex.join(["sage-validate", f"draft={out}", f"target.path={args.target}"])
+    assert target is not None
+    options = from_attributes(ImportOptions, args, levels=levels)
+    out = convert(getattr(args, "import"), target, args.out, options, args.overwrite)
+    words = shlex.join(["sage-validate", f"draft={out}", f"target.path={target}"])
     print(f"{out}: imported; measure it with {words}")
     return cli.EXIT_DONE
 
 
-MODES = {"check": _check, "inspect": _inspect, "import": _import, "serve_check": _serve_check, "export": _export}
+MODES = {"check": _check, "import": _import, "serve_check": _serve_check, "export": _export}
 
 if __name__ == "__main__":
     main()

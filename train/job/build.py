@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 import sage
 from checkpoints.export.serving import serving_line
 from checkpoints.run_folder import CONFIGS, is_run, locked_run, next_config, read_reports, state_folder
-from checkpoints.store import StateStore, remove_leftovers, saving
+from checkpoints.store import StateStore, saving
 from data_prep.build import build_dataset, check_rows, long_examples
 from data_prep.build import prompts as held_out_prompts
 from data_prep.config import DROPPED, MAX_DROPPED
@@ -30,6 +30,7 @@ from data_prep.workers import loader_workers
 from sage.drafts.registry import ImageInputs
 from sage.io.dtypes import torch_dtype
 from sage.io.files import write_text
+from sage.io.folders import remove_leftovers
 from sage.io.machine import num_cores
 from sage.planning.base import Policy
 from train.config.checks import check_run_folder

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoints.store import part_path, saving
+from checkpoints.store import saving
 from sage.commands.cli import EXIT_CRASH
 from sage.io.files import atomic_path
+from sage.io.folders import part_path
 from train.config.schema import ConfigError
 from train.launch import cluster_env
 from train.launch.supervisor import RankFailed

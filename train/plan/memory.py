@@ -18,7 +18,6 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 import sage
-from checkpoints.export.target import read_architecture
 from sage.drafts.compressor import Conv, Resampler
 from sage.drafts.draft import Draft, open_draft
 from sage.drafts.head import DraftHead

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from checkpoints.run_folder import BEST_DRAFT, DRAFT, state_folder, step_name
-from checkpoints.store import StateStore, new_folder, read_tensors, remove_leftovers, saving, write_tensors
+from checkpoints.store import StateStore, read_tensors, saving, write_tensors
 from data_prep.build import open_sources
 from data_prep.sources.base import Split
 from sage.io.files import json_digest, read_json, write_text
+from sage.io.folders import new_folder, remove_leftovers
 from sage.io.manifest import write_manifest
 from train.config.schema import Config, ConfigError, TrainConfig
 from train.engine.engine import Engine

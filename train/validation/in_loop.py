@@ -16,9 +16,10 @@ import torch
 import sage
 from checkpoints.run_folder import BEST_DRAFT, METRICS, read_metrics
 from checkpoints.run_folder import score as score_of
-from checkpoints.store import SaveFailed, new_folder, saving
+from checkpoints.store import SaveFailed, saving
 from sage.bench.measurement import Interrupted, Measurement, Planned
 from sage.bench.report_table import interruption
+from sage.io.folders import new_folder
 from sage.io.model_files import in_one_line
 from sage.planning.base import Policy
 from train.config.schema import Config, ValidateOn

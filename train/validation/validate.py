@@ -27,7 +27,8 @@ from sage.commands.cli import PACKAGES, versions
 from sage.decoding.generation import start
 from sage.decoding.settings import Sampling
 from sage.io.dtypes import torch_dtype
-from sage.io.files import atomic_path, write_json
+from sage.io.files import write_json
+from sage.io.folders import new_folder
 from sage.planning.base import OptionError, Policy
 from sage.runtime.executors import passes_as
 from sage.tracing.trace import decode_race, record_rounds
@@ -158,8 +159,7 @@ def _measure(
 def write(report: Mapping[str, Any], folder: Path, prompts: Sequence[BenchPrompt] = (), traces: Traces = NO_TRACES) -> None:
     """Writes plots, pages, JSON and the pages of traces; the folder is complete, or is not there. Raises SaveFailed."""
     remedy = "measure again with sage-validate, or continue the run with run.resume=true"
-    with saving(folder, then=remedy), atomic_path(folder) as temporary:
-        temporary.mkdir()
+    with saving(folder, then=remedy), new_folder(folder) as temporary:
         pages: dict[str, dict[str, str]] = {}
         for number, (prompt, by_policy) in enumerate(traces.items(), start=1):
             pages[prompt] = {policy: f"traces/{number:02d}_{policy}.html" for policy in by_policy}
