@@ -59,8 +59,7 @@ def test_a_name_is_a_target_of_every_command(monkeypatch: pytest.MonkeyPatch) ->
     assert cli.find_models(generate.parse_args(["--target", "pocket_qwen3_vl"])) == (folder, None)
     assert cli.find_models(compare_parser().parse_args(["--target", "pocket_qwen3_vl"])) == (folder, None)
     exported = export.parse_args(["--check", folder, "--target", "pocket_qwen3_vl"])
-    export._check_values(exported, "check")
-    assert exported.target == folder
+    assert export._check_values(exported, "check") == folder
     assert load_processor("pocket_qwen3_vl").family.model_type == "qwen3_vl"
     config = compose("config", ["target.path=pocket_qwen3_vl"], Config)
     assert (config.target.name, config.target.path, config.target.dtype) == ("pocket_qwen3_vl", folder, "fp32")
