@@ -11,7 +11,7 @@ from support.compressor_helpers import COMPRESSORS, CONVERSATIONS, draft_with, e
 from support.messages import refused
 from support.models import MAKERS, make_inputs, make_qwen, near_draft, random_draft
 from support.processors import make_processor
-from support.synchronizations import new_policy
+from support.toy_helpers import make_policy
 from transformers import LogitsProcessor
 
 import sage
@@ -30,7 +30,7 @@ def assert_equal_on_device(target: sage.Target, draft: Draft | None, inputs: Any
     """Decodes on the CPU, moves target and draft to the accelerator, and decodes again; returns the second answer."""
 
     def decoded() -> sage.Output:
-        return sage.generate(target, draft, inputs, new_policy(policy), max_new_tokens=LENGTH, **options)
+        return sage.generate(target, draft, inputs, make_policy(policy), max_new_tokens=LENGTH, **options)
 
     expected = decoded()
     with pretend_accelerator():

@@ -9,7 +9,8 @@ from support.accelerator import DEVICE, Traffic, on_device
 from support.fake_cuda import use_gpu_kernels
 from support.models import make_inputs, make_llava, make_qwen, near_draft
 from support.pass_helpers import call_again, capture_with, head
-from support.synchronizations import MAX_UPLOADS, RoundCounts, count_rounds, new_policy
+from support.synchronizations import MAX_UPLOADS, RoundCounts, count_rounds
+from support.toy_helpers import make_policy
 
 import sage
 from sage.drafts.model import ModelDraft
@@ -23,11 +24,11 @@ def rounds_of(traffic: Traffic, name: str, kind: str = "near", **options: Any) -
     if name != "autoregressive":
         draft = near_draft(target) if kind == "near" else sage.new_draft(target, "eagle", seed=0)
     requests = [make_inputs(target, seed) for seed in range(2)]
-    expected = [sage.generate(target, draft, inputs, new_policy(name), **options).tokens.tolist() for inputs in requests]
+    expected = [sage.generate(target, draft, inputs, make_policy(name), **options).tokens.tolist() for inputs in requests]
     on_device(draft.model if isinstance(draft, ModelDraft) else draft)
     on_device(target)
     for inputs, tokens in zip(requests, expected, strict=True):
-        counts = count_rounds(traffic, target, draft, inputs, new_policy(name), **options)
+        counts = count_rounds(traffic, target, draft, inputs, make_policy(name), **options)
         assert counts.tokens == tokens
     assert len(counts.rounds) > 1
     return counts.rounds
@@ -71,12 +72,12 @@ def test_equal_tokens_and_bounds_of_captured_passes(
     policy, temperature = case.split()
     options = {"max_new_tokens": 7, "temperature": float(temperature), "seed": 3}
     inputs = make_inputs(target)
-    expected = sage.generate(target, draft, inputs, new_policy(policy), **options).tokens.tolist()
+    expected = sage.generate(target, draft, inputs, make_policy(policy), **options).tokens.tolist()
     target.passes = PassMode.captured
     on_device(draft.model if kind == "near" else draft)
     on_device(target)
     for _ in range(2):  # the first request captures
-        counts = count_rounds(traffic, target, draft, inputs, new_policy(policy), **options)
+        counts = count_rounds(traffic, target, draft, inputs, make_policy(policy), **options)
         assert counts.tokens == expected
     assert calls["varlen_attn"] and bool(calls["efficient_attention"]) == (policy != "autoregressive")
     for one in counts.rounds:

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from support.messages import refused
 from support.models import make_inputs, make_qwen
 from support.pass_helpers import call_again, capture_with, without_compiler
-from support.synchronizations import new_policy
 from support.train_helpers import configured, make_target, metrics, single_process, train_quickly
+from support.toy_helpers import make_policy
 from torch import Tensor, nn
 
 import sage
@@ -173,7 +173,7 @@ def test_it_decodes(
     inputs = make_inputs(tiny_qwen)
     plain = sage.generate(tiny_qwen, None, inputs, "autoregressive", max_new_tokens=8)
     tiny_qwen.passes = PassMode(mode)
-    out = sage.generate(tiny_qwen, draft, inputs, new_policy(policy), max_new_tokens=8)
+    out = sage.generate(tiny_qwen, draft, inputs, make_policy(policy), max_new_tokens=8)
     assert torch.equal(out.tokens, plain.tokens)
     assert (out.stats.draft_steps > 0) == (policy != "autoregressive") or policy == "cost_aware"
 

@@ -18,7 +18,8 @@ from support.pass_helpers import (
     slow_except,
     without_compiler,
 )
-from support.synchronizations import count_rounds, new_policy
+from support.synchronizations import count_rounds
+from support.toy_helpers import make_policy
 
 import sage
 from sage.costs.measure import measure_costs
@@ -44,7 +45,7 @@ def test_every_policy_is_lossless_in_every_pass_mode(
             modes = [PassMode.eager]
             if not options and name in ("chain", "eagle2"):  # a level of one node, and siblings
                 modes += [PassMode.compiled, PassMode.captured]
-            tokens, trees = zip(*(answer(tiny_qwen, draft, mode, new_policy(name), **options) for mode in modes), strict=True)
+            tokens, trees = zip(*(answer(tiny_qwen, draft, mode, make_policy(name), **options) for mode in modes), strict=True)
             assert all(found == plain for found in tokens)
             assert all(found == trees[0] for found in trees)
             assert max(depth for _, depth, _ in trees[0]) <= draft.num_levels
@@ -125,11 +126,11 @@ def test_it_is_captured_on_a_device(
     capture_with(monkeypatch, call_again)
     draft, inputs = slot_head(tiny_qwen, form), make_inputs(tiny_qwen)
     options: dict[str, Any] = {"max_new_tokens": 8, "temperature": temperature, "seed": 1}
-    expected = sage.generate(tiny_qwen, draft, inputs, new_policy(policy), **options).tokens.tolist()
+    expected = sage.generate(tiny_qwen, draft, inputs, make_policy(policy), **options).tokens.tolist()
     tiny_qwen.passes = PassMode.captured
     on_device(draft)
     on_device(tiny_qwen)
-    counts = count_rounds(traffic, tiny_qwen, draft, inputs, new_policy(policy), **options)
+    counts = count_rounds(traffic, tiny_qwen, draft, inputs, make_policy(policy), **options)
     assert counts.tokens == expected
     for one in counts.rounds:
         assert one.synchronizations <= one.levels + 1, counts.lines

@@ -13,10 +13,18 @@ import datasets
 import numpy as np
 import torch
 from PIL import Image
-from support.models import llava_config, qwen_config, text_sizes
-from support.processors import byte_level
-from tokenizers import pre_tokenizers
-from transformers import LlavaOnevisionForConditionalGeneration, PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
+from support.models import (
+    EOS,
+    IMAGE_TOKEN,
+    LLAVA_IDS,
+    QWEN_IDS,
+    VIDEO_TOKEN,
+    llava_config,
+    qwen_config,
+    random_target,
+    text_sizes,
+)
+from support.processors import byte_tokenizer_of
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -42,10 +50,10 @@ from train.distill.objective import Objective
 from train.distill.student import HeadStudent, ModelStudent, Student
 from train.distill.teacher import Teacher
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+SPECIAL = {"<|endoftext|>": 0, "<|im_end|>": EOS, "<|im_start|>": 2}
 MEDIA_TOKENS = {
-    "qwen2_5_vl": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
-    "llava_onevision": ("<image>", "<video>"),
+    "qwen2_5_vl": {"<|image_pad|>": IMAGE_TOKEN, "<|video_pad|>": VIDEO_TOKEN, "<|vision_start|>": 62, "<|vision_end|>": 63},
+    "llava_onevision": {"<image>": IMAGE_TOKEN, "<video>": VIDEO_TOKEN},
 }
 # Qwen2.5-VL adds a system prompt to a conversation without one.
 QWEN_TEMPLATE = """\
@@ -73,37 +81,20 @@ LLAVA_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
 
 
-def byte_tokenizer(family: str) -> PreTrainedTokenizerFast:
-    core = byte_level({letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))})
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
-    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL, *MEDIA_TOKENS[family]]})
-    return tokenizer
-
-
 def make_processor(family: str, hidden_size: int = 32) -> Processor:
     """Returns a processor: 16 x 16 images are 4 visual tokens (Qwen2.5-VL), 8 x 8 images 4 + 6 (LLaVA-OneVision).
 
     Its family has the configuration of a target of two layers.
     """
-    tokenizer = byte_tokenizer(family)
-    ids = {
-        "bos_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": hidden_size, "max_position_embeddings": 2048}
-    text = text_sizes(num_hidden_layers=2, **sizes, **ids)
-    media = tokenizer.convert_tokens_to_ids(list(MEDIA_TOKENS[family]))
+    tokenizer = byte_tokenizer_of(SPECIAL | MEDIA_TOKENS[family], eos="<|im_end|>")
+    text = text_sizes(num_hidden_layers=2, hidden_size=hidden_size, max_position_embeddings=2048)
     if family == "qwen2_5_vl":
-        names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-        qwen = Qwen2_5_VL(qwen_config(text, dict(zip(names, media, strict=True))))
         images: Any = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=256, max_pixels=256)
-        return Processor(tokenizer, images, qwen, QWEN_TEMPLATE)
-    llava = LlavaOnevision(llava_config(text, {"image_token_id": media[0], "video_token_id": media[1]}, [[8, 8]]))
+        return Processor(tokenizer, images, Qwen2_5_VL(qwen_config(text, QWEN_IDS)), QWEN_TEMPLATE)
     images = LlavaOnevisionImageProcessorPil(
         size={"height": 8, "width": 8}, image_grid_pinpoints=[[8, 8]], image_mean=[0.5] * 3, image_std=[0.5] * 3
     )
-    return Processor(tokenizer, images, llava, LLAVA_TEMPLATE)
+    return Processor(tokenizer, images, LlavaOnevision(llava_config(text, LLAVA_IDS, [[8, 8]])), LLAVA_TEMPLATE)
 
 
 def make_image(size: int = 16, colour: str = "red") -> Image.Image:
@@ -139,12 +130,7 @@ def save_images(folder: Path, *names: str) -> None:
 def make_target(family: str, hidden_size: int = 32) -> Any:
     """Returns a target of two layers with random weights and the processor of `make_processor`."""
     processor = make_processor(family, hidden_size)
-    kind: Any = Qwen2_5_VLForConditionalGeneration if family == "qwen2_5_vl" else LlavaOnevisionForConditionalGeneration
-    torch.manual_seed(0)
-    model = kind(processor.family.config)
-    model.generation_config.eos_token_id = processor.tokenizer.eos_token_id
-    model.generation_config.pad_token_id = processor.tokenizer.pad_token_id
-    return sage.Target(model, processor)
+    return random_target(processor.family.config, processor=processor)
 
 
 def make_student(target: sage.Target, kind: str, **options: Any) -> Student:

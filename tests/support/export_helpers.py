@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from support.models import EAGLE_3_1, MAKERS
+from support.models import EAGLE_3_1, MAKERS, random_draft
 from support.train_helpers import policy_figures
 
 import sage
@@ -52,14 +52,10 @@ def save_target(folder: Path, family: str = "qwen2_5_vl", seed: int = 0) -> sage
     return target
 
 
-def make_draft(target: sage.Target, kind: str = "eagle3", vocabulary: torch.Tensor | None = None, **config: Any) -> DraftHead:
-    """Returns a draft with noise added to its weights, so that no tensor is constant or equal to the target's."""
+def make_draft(target: sage.Target, kind: str = "eagle3", **config: Any) -> DraftHead:
+    """Returns a random draft that engines serve for a target of three layers."""
     extra: dict[str, Any] = {"eagle": {"input_norm": False}, "eagle3": {"feature_levels": LEVELS}}.get(kind, {})
-    draft = sage.new_draft(target, kind, seed=1, vocabulary=vocabulary, **{**extra, **config})
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            weight += 0.1 * torch.randn(weight.shape, generator=generator)
+    draft: DraftHead = random_draft(target, kind, seed=1, **{**extra, **config})
     return draft
 
 

@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    LlavaOnevisionConfig,
-    LlavaOnevisionForConditionalGeneration,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-)
+from transformers import AutoModelForImageTextToText, LlavaOnevisionConfig, Qwen2_5_VLConfig
 
 import sage
 from sage.drafts.draft import DraftSession
@@ -64,26 +59,25 @@ def llava_config(text: dict[str, Any], ids: dict[str, int], tiles: list[list[int
 
 def make_qwen(kv_heads: int = 2, tied: bool = False, seed: int = 0, **text: Any) -> sage.Target:
     """A random Qwen2.5-VL of three layers, width 32; `text` changes its text model."""
-    config = qwen_config(text_sizes(kv_heads, tied, **text), QWEN_IDS, tied)
-    torch.manual_seed(seed)
-    return _target(Qwen2_5_VLForConditionalGeneration(config))
+    return random_target(qwen_config(text_sizes(kv_heads, tied, **text), QWEN_IDS, tied), seed)
 
 
 def make_llava(kv_heads: int = 2, tied: bool = False, seed: int = 0) -> sage.Target:
     config = llava_config(text_sizes(kv_heads, tied), LLAVA_IDS, [[8, 8], [8, 16], [16, 8]], tied)
-    torch.manual_seed(seed)
-    return _target(LlavaOnevisionForConditionalGeneration(config))
+    return random_target(config, seed)
 
 
 MAKERS = {"qwen2_5_vl": make_qwen, "llava_onevision": make_llava}
 
 
-def _target(model: Any) -> sage.Target:
+def random_target(config: Any, seed: int = 0, processor: Any = None) -> sage.Target:
+    torch.manual_seed(seed)
+    model: Any = AutoModelForImageTextToText.from_config(config)
     # A zero row has logit 0, so greedy decoding never emits a placeholder, as no trained model does.
     model.lm_head.weight.data[[IMAGE_TOKEN, VIDEO_TOKEN]] = 0
     model.generation_config.eos_token_id = EOS
     model.generation_config.pad_token_id = 0
-    return sage.Target(model)
+    return sage.Target(model, processor)
 
 
 def make_inputs(target: sage.Target, seed: int = 0, length: int = 12) -> dict[str, torch.Tensor]:

@@ -20,18 +20,13 @@ TEMPLATE = (
 )
 
 
-def byte_level(vocabulary: dict[str, int]) -> Tokenizer:
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    return core
-
-
 def byte_tokenizer_of(special: dict[str, int], eos: str | None = None) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token per byte from 64 on, and special tokens of given ids below 64."""
     vocabulary = {f"<unused{i}>": i for i in set(range(64)) - set(special.values())} | special
     vocabulary |= {letter: 64 + i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = byte_level(vocabulary)
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(token, special=True) for token in special])
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, pad_token=min(vocabulary, key=vocabulary.__getitem__))
 

@@ -12,13 +12,11 @@ from typing import Any
 from support.accelerator import Kind, Traffic
 
 import sage
-from sage.costs.tables import Costs, Curve
 from sage.decoding import generation
 from sage.drafts.draft import Draft
 from sage.planning.base import Policy
 
 MAX_UPLOADS = 2  # to the device per round
-COSTS = Costs(Curve([1, 64], [1.0, 1.3]), Curve([1, 64], [0.02, 0.03]), context=0)  # drafting pays, whatever the machine
 
 
 @dataclass
@@ -38,14 +36,6 @@ class Counts:
     tokens: list[int]
     rounds: list[RoundCounts]
     lines: Counter[tuple[Kind, str]]
-
-
-def new_policy(name: str, **options: Any) -> Policy:
-    """A policy with fixed costs, which makes the rounds of `cost_aware` reproducible."""
-    policy = sage.policy(name, **options)
-    if policy.needs_costs:
-        policy.costs = Costs.from_state(COSTS.state())
-    return policy
 
 
 def count_rounds(

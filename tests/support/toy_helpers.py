@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -161,8 +162,8 @@ def name_of(value: Any) -> str:
     return value if isinstance(value, str) else "-".join(f"{key}={option}" for key, option in value.items())
 
 
-def make_policy(name: str, options: dict[str, Any]) -> Policy:
-    """A configured policy; one that needs costs gets tables for which drafting pays off."""
+def make_policy(name: str, options: Mapping[str, Any] = MappingProxyType({})) -> Policy:
+    """A configured policy; one that needs costs gets tables for which drafting pays off, whatever the machine."""
     policy = sage.policy(name, **options)
     if policy.needs_costs:
         policy.costs = Costs(Curve([1, 64], [1.0, 1.1]), Curve([1, 64], [0.01, 0.02]), context=0)
