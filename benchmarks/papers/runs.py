@@ -21,13 +21,13 @@ import yaml
 from checkpoints.run_folder import METRICS, read_metrics
 from sage.io.files import json_digest, write_text
 from sage.io.manifest import sha256
+from train.serve_check.vllm_process import tail_of
 
 Json = dict[str, Any]
 logger = logging.getLogger(__name__)
 SETTINGS = Path(__file__).with_name("settings.yaml")
 MARKER = "trained"  # written into a run folder when training is complete: the digest of the run
 DRAFT = "draft"
-LOG_TAIL_LINES = 12
 
 
 @dataclass(kw_only=True)
@@ -105,8 +105,7 @@ def ensure_trained(settings: Settings, run: str) -> Path:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False)
     if done.returncode:
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_TAIL_LINES:])
-        raise TrainingFailed(f"sage-train ended with exit code {done.returncode}, see {log}:\n{tail}")
+        raise TrainingFailed(f"sage-train ended with exit code {done.returncode}, see {tail_of(log)}")
     write_text(folder / MARKER, wanted)
     return folder
 

@@ -44,7 +44,7 @@ from sage.io.files import read_json, write_json, write_text
 from sage.io.machine import available_cores, pin
 from sage.io.tables import markdown_table
 from sage.trees import check_name
-from train.serve_check.vllm_process import LOG_TAIL_LINES, check_engine, environment
+from train.serve_check.vllm_process import check_engine, environment, tail_of
 
 logger = logging.getLogger(__name__)
 TIMES = ("first token p50", "p95", "per token p50", "p95", "chunk p50", "p95")
@@ -131,7 +131,7 @@ class Server:
             except httpx.HTTPError:
                 pass
             time.sleep(POLL_S)
-        raise ValueError(f"{self.label}: does not start, see {self.log}:\n{_tail(self.log)}")
+        raise ValueError(f"{self.label}: does not start, see {tail_of(self.log)}")
 
 
 @contextmanager
@@ -154,10 +154,6 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
-
-
-def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_TAIL_LINES:])
 
 
 def _pinned(
@@ -222,7 +218,7 @@ def load(lab: Lab, address: str, prompts: Path, count: int, concurrency: int, ma
         finally:
             _end(process)
     if code != 0 or not result.is_file():
-        raise ValueError(f"vllm bench serve: exit code {code}, see {log_path}:\n{_tail(log_path)}")
+        raise ValueError(f"vllm bench serve: exit code {code}, see {tail_of(log_path)}")
     return Load.read(read_json(result))
 
 

@@ -53,8 +53,8 @@ def new_app(service: Service) -> ASGIApp:
     errors: dict[int | str, Any] = {"default": {"description": "An error"}}
     app = FastAPI(title="sage-serve", docs_url=None, redoc_url=None, dependencies=[Depends(check_access)], responses=errors)
     app.state.service, app.state.inbox = service, Inbox(service.limits.max_body_bytes)
-    if service.allowed_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=service.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    if origins := service.access.allowed_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     model = {"id": service.model, "object": "model", "created": int(time.time()), "owned_by": "sage-draft"}
     model |= {"root": service.model, "max_model_len": service.max_context}
 
@@ -109,13 +109,13 @@ async def check_access(request: Request) -> None:
     """
     service: Service = request.app.state.service
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    is_known = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), service.api_key.encode())
-    if service.api_key and request.url.path not in OPEN_PATHS and not is_known:
+    is_known = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), service.access.api_key.encode())
+    if service.access.api_key and request.url.path not in OPEN_PATHS and not is_known:
         message = "Authorization: missing or wrong; send Bearer and the key of the server"
         raise ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
     host = request.headers.get("host", "").lower()
     name = host if host.endswith("]") else host.rpartition(":")[0] or host
-    if not service.api_key and service.is_local and name not in LOCAL_HOSTS:
+    if not service.access.api_key and service.access.is_local and name not in LOCAL_HOSTS:
         raise ApiError(HTTPStatus.FORBIDDEN, f"Host: {name!r} is not this machine; start the server with --api-key")
 
 

@@ -112,7 +112,7 @@ def _serve(args: argparse.Namespace, limits: ServerLimits) -> int:
         is_local = ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
         service = load_service(args, limits, is_local)
         try:
-            if not (service.api_key or service.is_local):
+            if not (service.access.api_key or service.access.is_local):
                 note = f"everyone who reaches it can use the server; give --api-key or set {KEY_VARIABLE}"
                 print(f"warning: --host {args.host}: {note}", file=sys.stderr)
             line = f"sage-serve: {address_of(bound)}/v1 serves {service.model}: up to {limits.max_requests} requests"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
-from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -21,13 +20,14 @@ from jinja2 import TemplateError
 from sage.commands.cli import find_models
 from sage.drafts.draft import Draft
 from sage.inputs.processing import Processor
+from sage.io.ranges import from_attributes
 from sage.serving.completion import Completion
 from sage.serving.decoding import Decoding, load_plan, plan_decoding
 from sage.serving.errors import ApiError, invalid
 from sage.serving.media import MediaReader, RemoteMedia
 from sage.serving.request import ChatRequest, CompletionRequest, greeting_body, read_request
 from sage.serving.scheduler import Metrics, Scheduler
-from sage.serving.settings import ServerLimits
+from sage.serving.settings import Access, ServerLimits
 from sage.targets import Target
 from sage.targets.loading import load_processor
 
@@ -43,28 +43,11 @@ class Service:
         decoding: is waited for; raises ValueError as `Decoding.wait` does.
         processor: of the target.
         model: name of the target.
-        api_key: that clients must send; empty: none.
-        is_local: whether the server listens on this machine only.
-        ignores_unknown: whether unknown fields of requests are ignored.
-        allowed_origins: of web pages that may use the server; "*" for all.
-        remote_hosts: that images may be downloaded from, in lower case.
     """
 
-    def __init__(
-        self,
-        decoding: Decoding,
-        processor: Processor,
-        model: str,
-        limits: ServerLimits,
-        api_key: str = "",
-        is_local: bool = True,
-        ignores_unknown: bool = False,
-        allowed_origins: Collection[str] = (),
-        remote_hosts: Collection[str] = (),
-    ) -> None:
-        self.processor, self.model, self.limits = processor, model, limits
-        self.api_key, self.is_local, self.ignores_unknown = api_key, is_local, ignores_unknown
-        self.allowed_origins, self._remote = allowed_origins, RemoteMedia(remote_hosts, limits.max_body_bytes)
+    def __init__(self, decoding: Decoding, processor: Processor, model: str, limits: ServerLimits, access: Access) -> None:
+        self.processor, self.model, self.limits, self.access = processor, model, limits, access
+        self._remote = RemoteMedia(access.allow_remote_media, limits.max_body_bytes)
         self.max_context, self.end_token_ids = decoding.wait()
         self.metrics = Metrics(model, decoding.pid)
         self.scheduler = Scheduler(decoding, limits.max_requests, limits.queue, self.metrics)
@@ -82,7 +65,8 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(pool, self._prepare, kind, body, remote)
 
     def _prepare(self, kind: type[CompletionRequest], body: bytearray, remote: RemoteMedia) -> Completion:
-        request = read_request(kind, body, self.model, MediaReader(self.limits, remote), self.ignores_unknown)
+        reader = MediaReader(self.limits, remote)
+        request = read_request(kind, body, self.model, reader, self.access.ignore_unknown_fields)
         if (num_characters := request.num_characters()) > self._max_characters:
             raise self._too_long(request, f"{num_characters} characters, which are more tokens")
         try:
@@ -116,25 +100,16 @@ def load_service(args: argparse.Namespace, limits: ServerLimits, is_local: bool)
     path, folder = find_models(args)
     decoding = Decoding(load_plan, args, path, folder, limits)
     try:
-        return Service(
-            decoding,
-            load_processor(path),
-            args.model_name or (path if not Path(path).exists() else Path(path).resolve().name),
-            limits,
-            args.api_key,
-            is_local,
-            args.ignore_unknown_fields,
-            args.allowed_origins,
-            args.allow_remote_media,
-        )
+        name = args.model_name or (path if not Path(path).exists() else Path(path).resolve().name)
+        return Service(decoding, load_processor(path), name, limits, from_attributes(Access, args, is_local=is_local))
     except BaseException:
         decoding.kill()
         raise
 
 
 def new_service(target: Target, draft: Draft | None, policy: str, limits: ServerLimits, model: str, **options: Any) -> Service:
-    """Plans the caches, warms up and starts a decoding thread; ValueError as of `plan_decoding`. `options`: of `Service`."""
+    """Plans the caches, warms up and starts a decoding thread; ValueError as of `plan_decoding`. `options`: of `Access`."""
     if target.processor is None:
         raise ValueError("target: has no processor, so it takes no messages; use sage.load_target(path)")
     decoding = Decoding(plan_decoding, target, draft, policy, limits, in_process=False)
-    return Service(decoding, target.processor, model, limits, **options)
+    return Service(decoding, target.processor, model, limits, Access(**options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from sage.io.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_fields
@@ -40,3 +41,14 @@ class ServerLimits:
     def __post_init__(self) -> None:
         check_fields(self)
         self.max_body_bytes = int(self.max_body_mb * 1e6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Who may ask for what; the fields are options of `sage-serve`, and `is_local`: whether it listens on this machine only."""
+
+    api_key: str = ""  # that clients must send; empty: none
+    is_local: bool = True
+    ignore_unknown_fields: bool = False
+    allowed_origins: Collection[str] = ()  # of web pages; "*" for all
+    allow_remote_media: Collection[str] = ()  # hosts that images may be downloaded from, in lower case

@@ -24,7 +24,7 @@ def models(target: Path) -> tuple[sage.Target, Any]:
 
 @pytest.fixture(scope="session")
 def new(models: tuple[sage.Target, Any]) -> Callable[..., Any]:
-    """Starts a server: `policy`, limits in place of `LIMITS`, and fields of `Service`."""
+    """Starts a server: `policy`, limits in place of `LIMITS`, and fields of `Access`."""
 
     def start(policy: str = "chain", limits: dict[str, Any] | None = None, **options: Any) -> Any:
         service = new_service(*models, policy, ServerLimits(**LIMITS | (limits or {})), MODEL, **options)

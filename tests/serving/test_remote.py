@@ -75,7 +75,7 @@ def test_slow_downloads_delay_no_text_and_have_one_deadline(new: Callable[..., A
             goes_on.wait(10)
             self.send(200, b"")
 
-    with host(Handler), new(policy="autoregressive", remote_hosts=[GOOD]) as server, ThreadPoolExecutor(3) as pool:
+    with host(Handler), new(policy="autoregressive", allow_remote_media=[GOOD]) as server, ThreadPoolExecutor(3) as pool:
         images = [pool.submit(server.chat, with_images("?", *["http://good.example/x"] * 2)) for _ in range(3)]
         wait_until(lambda: len(server.service.scheduler.places) == 3)
         assert server.chat().status_code == 200 and not any(image.done() for image in images)

@@ -42,12 +42,17 @@ PROBE_TIMEOUT_S = 60
 INSTALL = "`make engines-env` of the repository creates an environment for CPUs"
 
 
+def tail_of(log: Path) -> str:
+    """Returns the path of a log and its last lines, for the message of an error."""
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_TAIL_LINES:]
+    return "\n".join([f"{log}:", *lines])
+
+
 class EngineFailed(RuntimeError):
     """vLLM ended before it answered, with the exit code `code`; the message holds the last lines of its log."""
 
     def __init__(self, code: int, log: Path) -> None:
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_TAIL_LINES:])
-        super().__init__(f"vLLM ended with exit code {code}, see {log}:\n{tail}")
+        super().__init__(f"vLLM ended with exit code {code}, see {tail_of(log)}")
         self.code = code
 
 
