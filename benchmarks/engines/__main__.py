@@ -27,7 +27,7 @@ from sage.drafts.location import DRAFT_HELP, find_draft, target_of
 from sage.io.dtypes import torch_dtype
 from sage.io.files import write_json
 from sage.io.machine import available_cores
-from sage.io.ranges import from_attributes
+from sage.io.ranges import PositiveInt, check_value, from_attributes
 
 DEPTHS = "1,2,3,4,5"
 
@@ -75,8 +75,7 @@ def _comparison(args: argparse.Namespace) -> Comparison:
     if not args.server and not args.python.is_file():
         raise ValueError(f"--engine-python: {args.python}: no such file; `make engines-env` creates the environment")
     for option in ("prompts", "repeats", "max_new_tokens", "threads"):
-        if getattr(args, option) is not None and getattr(args, option) < 1:
-            raise ValueError(f"--{option.replace('_', '-')}: {getattr(args, option)} is not allowed; give at least 1")
+        check_value(f"--{option.replace('_', '-')}", getattr(args, option), PositiveInt | None)
     without_draft = baselines(args.baselines)
     if args.server and args.num_speculative_tokens:
         raise ValueError("--num-speculative-tokens: has no effect with --server, which has its own setting")

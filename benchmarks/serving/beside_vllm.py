@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import quantiles
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import torch
@@ -42,6 +42,7 @@ from sage.commands.cli import new_parser, run
 from sage.drafts.location import DRAFT_HELP, find_draft, target_of
 from sage.io.files import read_json, write_json, write_text
 from sage.io.machine import available_cores, pin
+from sage.io.ranges import Range, check_value
 from sage.io.tables import markdown_table
 from sage.trees import check_name
 from train.serve_check.vllm_process import check_engine, environment, tail_of
@@ -262,11 +263,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _settings(args: argparse.Namespace) -> list[ServerSetting]:
     """Returns the servers; ValueError for an option that cannot be used."""
-    for option in ("prompts", "repeats"):
-        if getattr(args, option) < 1:
-            raise ValueError(f"--{option}: {getattr(args, option)} is not allowed; give at least 1")
-    if args.max_new_tokens < 2:  # noqa: PLR2004
-        raise ValueError(f"--max-new-tokens: {args.max_new_tokens} is not allowed; give at least 2")
+    for option, least in (("prompts", 1), ("repeats", 1), ("max_new_tokens", 2)):
+        check_value(f"--{option.replace('_', '-')}", getattr(args, option), Annotated[int, Range(ge=least)])
     words = [] if args.num_speculative_tokens == "none" else args.num_speculative_tokens.split(",")
     depths = [0 if word == "0" else counts(word)[0] for word in words]
     for name in names(args.policies):

@@ -14,6 +14,7 @@ import torch
 from sage.decoding.decoder import Request, Round, attempt, prefill, read_chunk, run_round
 from sage.decoding.generation import Generation, Output, start
 from sage.drafts.draft import Draft
+from sage.io.ranges import PositiveInt, check_value
 from sage.planning.base import Policy
 from sage.runtime.cache import SharedCache, TreeCache
 from sage.runtime.timing import decoding_now_s
@@ -37,8 +38,7 @@ class BatchDecoder:
 
     def __init__(self, target: Target, draft: Draft | None, max_requests: int = 8, prefill_tokens: int | None = None) -> None:
         for name, value in (("max_requests", max_requests), ("prefill_tokens", prefill_tokens)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: {value}; allowed: at least 1")
+            check_value(name, value, PositiveInt | None)
         self.target, self.draft, self.max_requests = target, draft, max_requests
         self.prefill_tokens = prefill_tokens
         self._waiting: deque[Generation] = deque()

@@ -36,6 +36,7 @@ from sage.drafts.registry import Conditional
 from sage.drafts.slots import SlotHead, mask_token_of
 from sage.drafts.spans import HeadInput
 from sage.drafts.unroll import at_rows, steps_of_rows, visible_to_rows
+from sage.io.ranges import choose
 from sage.runtime.cache import tile_mask
 from sage.targets import Features, Prompt, Target
 
@@ -65,9 +66,7 @@ class BlockConfig(HeadConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
-        if self.conditional not in tuple(Conditional):
-            raise ValueError(f"draft.conditional: {self.conditional!r} is not one of {', '.join(Conditional)}")
-        self.conditional = str(self.conditional)
+        self.conditional = str(choose("draft.conditional", self.conditional, Conditional))
         if self.block_size < 2:
             raise ValueError(f"draft.block_size: {self.block_size}; allowed: at least 2 slots")
         super().__post_init__(**kwargs)

@@ -28,7 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sage.drafts.registry import COMPRESSORS
 from sage.drafts.spans import HeadInput, Layout, PairMasks, Rows, Spans
+from sage.io.ranges import check_value
 
 GATE_SIZE = 64
 
@@ -38,7 +40,7 @@ class Compressor(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        mode, operators, _ = MODES[config.compressor["kind"]]
+        mode, operators = MODES[config.compressor["kind"]]
         self.mode = mode([OPERATORS[name](config.compressor, config) for name in operators], config)
 
     def forward(
@@ -308,16 +310,12 @@ OPERATORS: dict[str, Callable[[Mapping[str, Any], Any], Operator]] = {
     "resampler": lambda given, config: Resampler(given["queries"], config),
     "text_only": lambda given, config: Operator(),
 }
-# Of each kind: the mode, its operators, and the required keys.
-MODES: dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]]] = {
-    "prune": (Single, ("prune",), ("ratio",)),
-    "pool": (Single, ("pool",), ("ratio",)),
-    "conv": (Single, ("conv",), ("ratio",)),
-    "resampler": (Single, ("resampler",), ("queries",)),
-    "text_only": (Single, ("text_only",), ()),
-    "weighted": (Weighted, ("prune", "conv", "pool"), ("ratio",)),
-    "concat": (Concat, ("pool", "conv", "resampler"), ("ratio", "conv_ratio", "queries")),
-    "select": (Select, ("prune", "pool", "conv", "resampler"), ("ratio", "conv_ratio", "queries", "temperature")),
+# Of each kind: the mode and its operators.
+MODES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    **{name: (Single, (name,)) for name in OPERATORS},
+    "weighted": (Weighted, ("prune", "conv", "pool")),
+    "concat": (Concat, ("pool", "conv", "resampler")),
+    "select": (Select, ("prune", "pool", "conv", "resampler")),
 }
 
 
@@ -349,18 +347,14 @@ def gumbel(like: Tensor) -> Tensor:
 
 
 def check_compressor(given: Mapping[str, Any]) -> None:
-    """Raises ValueError unless `given` has a known `kind`, exactly its keys in `MODES`, and allowed values."""
+    """Raises ValueError unless `given` has a known `kind`, exactly its keys in `COMPRESSORS`, and allowed values."""
     kind = given.get("kind")
-    if kind not in MODES:
-        raise ValueError(f"draft.compressor.kind: {kind!r} is unknown; choose one of {', '.join(MODES)}")
-    *_, keys = MODES[kind]
+    if kind not in COMPRESSORS:
+        raise ValueError(f"draft.compressor.kind: {kind!r} is unknown; choose one of {', '.join(COMPRESSORS)}")
+    keys = COMPRESSORS[kind]
     wrong = sorted({"kind", *keys} ^ set(given))
     if wrong:
         is_given = "unknown" if wrong[0] in given else "missing"
         raise ValueError(f"draft.compressor.{wrong[0]}: {is_given}; {kind} takes {', '.join(keys) or 'no keys'}")
-    for key in ("ratio", "conv_ratio", "queries"):
-        value = given.get(key, 1)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"draft.compressor.{key}: {value}; allowed: a whole number of at least 1")
-    if not given.get("temperature", 1) > 0:
-        raise ValueError(f"draft.compressor.temperature: {given['temperature']}; allowed: above 0; 1.0 is the usual value")
+    for key, hint in keys.items():
+        check_value(f"draft.compressor.{key}", given[key], hint)

@@ -33,6 +33,7 @@ from sage.drafts.registry import ImageInputs
 from sage.drafts.slots import SlotHead, mask_token_of
 from sage.drafts.spans import HeadInput
 from sage.drafts.unroll import Rollout, steps_of_rows, visible_to_rows
+from sage.io.ranges import choose
 from sage.targets import Features, Target
 
 
@@ -52,9 +53,7 @@ class EagleConfig(HeadConfig):
     compressor: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.image_inputs not in tuple(ImageInputs):
-            raise ValueError(f"draft.image_inputs: {self.image_inputs!r} is not one of {', '.join(ImageInputs)}")
-        self.image_inputs = str(self.image_inputs)
+        self.image_inputs = str(choose("draft.image_inputs", self.image_inputs, ImageInputs))
         if self.compressor is not None:
             check_compressor(self.compressor)
         super().__post_init__(**kwargs)

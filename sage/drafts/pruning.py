@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from sage.io.ranges import Range, check_fields, choose
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,15 +43,13 @@ class Pruning:
         seed: seed of the method `random`.
     """
 
-    ratio: float = 0.0
+    ratio: Annotated[float, Range(ge=0, le=1, remedy="0 keeps all visual tokens, 1 drops all")] = 0.0
     method: str = PruneMethod.ATTENTION
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.ratio <= 1:
-            raise ValueError(f"pruning.ratio: {self.ratio} is not allowed; give a share between 0 (keep all) and 1 (drop all)")
-        if self.method not in tuple(PruneMethod):
-            raise ValueError(f"pruning.method: {self.method!r} is unknown; choose one of {', '.join(PruneMethod)}")
+        check_fields(self, "pruning.")
+        choose("pruning.method", self.method, PruneMethod)
 
     @property
     def needs_attention(self) -> bool:

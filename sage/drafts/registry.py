@@ -201,6 +201,18 @@ class ModelOptions:
     train_part: TrainedPart = field(default=TrainedPart.text, metadata=TRAINING_ONLY)
 
 
+OPERATORS: dict[str, Any] = {"ratio": PositiveInt, "conv_ratio": PositiveInt, "queries": PositiveInt}
+# The visual compressors of a draft head's input (see `sage.drafts.compressor`) and their keys.
+COMPRESSORS: dict[str, dict[str, Any]] = {
+    "prune": {"ratio": PositiveInt},
+    "pool": {"ratio": PositiveInt},
+    "conv": {"ratio": PositiveInt},
+    "resampler": {"queries": PositiveInt},
+    "text_only": {},
+    "weighted": {"ratio": PositiveInt},
+    "concat": OPERATORS,
+    "select": {**OPERATORS, "temperature": Annotated[float, Range(gt=0, remedy="1.0 is the usual value")]},
+}
 MODEL_TYPE_PREFIX = "sage_"  # of `model_type` in the config.json of a draft head
 
 

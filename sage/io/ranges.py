@@ -18,6 +18,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Settings = TypeVar("Settings")
+Choice = TypeVar("Choice", bound=StrEnum)
 UNIONS = (Union, UnionType)  # of `Annotated[X, ...] | None` and of `X | None`
 SECTION = re.compile(r"(Attributes|Args):")
 ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.+)")
@@ -71,8 +72,20 @@ def check_fields(settings: Any, prefix: str = "") -> None:
         for name, part in nested.items():
             if is_dataclass(part):
                 check_fields(part, f"{name}.")
-        if field.init and not _fits(value, hint):
-            raise FieldError(key, value, allowed(hint))
+        if field.init:
+            check_value(key, value, hint)
+
+
+def check_value(key: str, value: Any, hint: Any) -> None:
+    """Raises FieldError for a value that an annotation does not allow."""
+    if not _fits(value, hint):
+        raise FieldError(key, value, allowed(hint))
+
+
+def choose(key: str, name: str, kind: type[Choice]) -> Choice:
+    """Returns the choice with a name; FieldError if there is none."""
+    check_value(key, name, kind)
+    return kind(name)
 
 
 def from_attributes(kind: type[Settings], source: object, **given: Any) -> Settings:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from enum import StrEnum
 from importlib.util import find_spec
 
+from sage.io.ranges import choose
+
 MANY_ANSWERS = 300  # compiling takes as long as decoding about as many short answers
 
 
@@ -30,13 +32,6 @@ class PassMode(StrEnum):
     auto = "auto"
 
 
-def check_pass_mode(name: str) -> PassMode:
-    """Returns the mode of this name; ValueError for an unknown one."""
-    if name not in tuple(PassMode):
-        raise ValueError(f"passes: {name!r} is unknown; choose one of {', '.join(PassMode)}")
-    return PassMode(name)
-
-
 def resolve_pass_mode(name: str, device_type: str, num_answers: int = 1, is_whole: bool = True) -> PassMode:
     """Returns `eager`, `compiled` or `captured`, or on a GPU `auto`: captured, and compared with eager passes.
 
@@ -48,7 +43,7 @@ def resolve_pass_mode(name: str, device_type: str, num_answers: int = 1, is_whol
     Raises:
         ValueError: an unknown name, or `captured` without a GPU.
     """
-    mode = check_pass_mode(name)
+    mode = choose("passes", name, PassMode)
     if mode is PassMode.captured and device_type != "cuda":
         raise ValueError(f"passes: captured needs a GPU, and the device is {device_type}; choose eager, compiled or auto")
     if not is_whole:
@@ -90,13 +85,12 @@ class VisionAttention(StrEnum):
 
 def check_attention(name: str) -> VisionAttention:
     """Returns the choice with a name; ValueError if it is unknown or its package is not installed."""
-    if name not in tuple(VisionAttention):
-        raise ValueError(f"target.attention: {name!r} is unknown; choose one of {', '.join(VisionAttention)}")
-    if name == VisionAttention.flash_attention_2 and not has_flash_attention():
+    choice = choose("target.attention", name, VisionAttention)
+    if choice is VisionAttention.flash_attention_2 and not has_flash_attention():
         raise ValueError(
             "target.attention: flash_attention_2 needs the package flash-attn, which is not installed; install it, or use auto"
         )
-    return VisionAttention(name)
+    return choice
 
 
 def has_flash_attention() -> bool:

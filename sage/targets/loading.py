@@ -16,9 +16,10 @@ from sage.inputs.processing import Processor
 from sage.io.dtypes import SHORT_NAMES, dtype_name, loaded_dtype, torch_dtype
 from sage.io.hub import require_hub
 from sage.io.model_files import in_one_line, load_weights, read_config
+from sage.io.ranges import choose
 from sage.io.target_paths import find_target, path_of_target, refuse_without_config
 from sage.runtime.attention import VARLEN
-from sage.runtime.modes import PassMode, VisionAttention, check_attention, check_pass_mode, resolve_attention, resolve_pass_mode
+from sage.runtime.modes import PassMode, VisionAttention, check_attention, resolve_attention, resolve_pass_mode
 from sage.runtime.prefix_attention import HALF, has_flash_kernel
 from sage.targets.families import FAMILIES, family_of
 from sage.targets.placement import check_device_map
@@ -55,7 +56,7 @@ def load_target(
         ValueError: the folder does not exist, is corrupt or incomplete, or holds no model of a known family; the attention is
             not available; the device map leaves modules on the CPU or on disk.
     """
-    vision_attention, pass_mode = check_attention(attention), check_pass_mode(passes)
+    vision_attention, pass_mode = check_attention(attention), choose("passes", passes, PassMode)
     if device_map is None:
         resolve_pass_mode(pass_mode, torch.device(device).type)  # refuses before anything is loaded
     else:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
 from sage.io.model_files import in_one_line
+from sage.io.ranges import choose
 from sage.runtime.modes import Quantize
 
 logger = logging.getLogger(__name__)
@@ -67,17 +68,16 @@ def quantized_at_load(name: str, path: str, config: Any, dtype: Any = None) -> A
     Raises:
         ValueError: an unknown name, a target that is quantized already, or a library that is missing.
     """
-    if name not in tuple(Quantize):
-        raise ValueError(f"target.quantize: {name!r} is unknown; choose one of {', '.join(Quantize)}")
+    choice = choose("target.quantize", name, Quantize)
     if method := quantization_of(config):
         raise ValueError(f"target.quantize={name}: {path} is quantized already ({method}); drop it, or give the original model")
-    if find_spec(library := Quantize(name).library) is None:
+    if find_spec(library := choice.library) is None:
         raise ValueError(f"target.quantize={name}: needs {library}; pip install 'sage-draft[quantized]'")
-    if name == Quantize.nf4:
+    if choice is Quantize.nf4:
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
-    kind = Int8WeightOnlyConfig if name == Quantize.int8 else Float8WeightOnlyConfig
+    kind = Int8WeightOnlyConfig if choice is Quantize.int8 else Float8WeightOnlyConfig
     return TorchAoConfig(kind(set_inductor_config=False))  # which would be that of all compiled passes
 
 

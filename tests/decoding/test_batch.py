@@ -202,7 +202,7 @@ def raising(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["max_requests", "prefill_tokens"])
 def test_sizes_below_one_are_refused(name: str, tiny_qwen: sage.Target) -> None:
-    with pytest.raises(ValueError, match=f"{name}: 0; allowed: at least 1"):
+    with pytest.raises(ValueError, match=f"{name}: 0 is not allowed; give an integer of at least 1"):
         BatchDecoder(tiny_qwen, None, **{name: 0})
 
 

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from support.messages import refused
 from support.models import make_inputs, make_qwen
 from support.pass_helpers import call_again, capture_with, without_compiler
-from support.train_helpers import configured, make_target, metrics, single_process, train_quickly
 from support.toy_helpers import make_policy
+from support.train_helpers import configured, make_target, metrics, single_process, train_quickly
 from torch import Tensor, nn
 
 import sage

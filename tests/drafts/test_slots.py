@@ -149,7 +149,7 @@ def test_costs_have_a_part_per_round_and_a_part_per_level(tiny_qwen: sage.Target
     [
         ("mlp", {"block_size": 1}, ("draft.block_size: 1; allowed: at least 2",)),
         ("peagle", {"block_size": 1}, ("draft.block_size: 1; allowed: at least 2",)),
-        ("mlp", {"conditional": "rnn"}, ("draft.conditional: 'rnn' is not one of none, markov, mlp",)),
+        ("mlp", {"conditional": "rnn"}, ("draft.conditional: 'rnn' is not allowed; give one of none, markov, mlp",)),
         ("mlp", {"mask_token": VOCABULARY}, (f"draft.mask_token={VOCABULARY}: allowed: below",)),
         ("mlp", {"compressor": {"kind": "pool", "ratio": 2}}, ("draft.compressor: a block head reads the features",)),
         ("peagle", {"feature_levels": None}, ("draft.feature_levels", "3 layers")),

@@ -328,7 +328,7 @@ class TestModes:
         assert resolve_pass_mode(name, device, num_answers, is_whole) is PassMode(expected)
 
     def test_mistakes_are_refused_before_anything_is_loaded(self) -> None:
-        with refused("passes: 'fast' is unknown"):
+        with refused("passes: 'fast' is not allowed"):
             sage.load_target("no/such/folder", passes="fast")
         with refused("passes: captured needs a GPU"):
             sage.load_target("no/such/folder", passes="captured")

@@ -150,7 +150,7 @@ def test_a_missing_library_is_named(
 
 
 AT_LOAD_FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {  # folder, method -> the message
-    "unknown": ("int8", "int4", ("'int4' is unknown", "one of int8, nf4, fp8")),
+    "unknown": ("int8", "int4", ("'int4' is not allowed", "one of int8, nf4, fp8")),
     "twice": ("torchao Int8WeightOnly", "nf4", ("is quantized already (torchao Int8WeightOnly)", "drop it")),
     "library": ("int8", "fp8", ("needs torchao", "pip install 'sage-draft[quantized]'")),
 }

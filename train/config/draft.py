@@ -5,27 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, make_dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Annotated, Any
+from typing import Any
 
 from omegaconf import MISSING
 
-from sage.drafts.registry import KINDS, DraftKind
-from sage.io.ranges import PositiveInt, Range
+from sage.drafts.registry import COMPRESSORS, KINDS, DraftKind
 
-TEMPERATURE = Annotated[float, Range(gt=0, remedy="1.0 is the usual value")]
-OPERATORS: dict[str, Any] = {"ratio": PositiveInt, "conv_ratio": PositiveInt, "queries": PositiveInt}
-# The visual compressors of a draft head's input (see `sage.drafts.compressor`) and their keys.
-COMPRESSORS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "prune": {"ratio": PositiveInt},
-    "pool": {"ratio": PositiveInt},
-    "conv": {"ratio": PositiveInt},
-    "resampler": {"queries": PositiveInt},
-    "text_only": {},
-    "weighted": {"ratio": PositiveInt},
-    "concat": OPERATORS,
-    "select": {**OPERATORS, "temperature": TEMPERATURE},
-}
 CompressorKind = StrEnum(
     "CompressorKind", ["none", "prune", "pool", "conv", "resampler", "text_only", "weighted", "concat", "select"]
 )
@@ -63,7 +48,7 @@ class DraftConfig:
 @cache
 def compressor_schema(kind: str) -> type[CompressorConfig]:
     """Returns the schema of `draft/compressor=NAME`."""
-    keys = [(name, hint, MISSING) for name, hint in COMPRESSORS[kind].items()]
+    keys = [(name, hint, MISSING) for name, hint in COMPRESSORS.get(kind, {}).items()]
     return _schema(f"{kind.capitalize()}CompressorConfig", keys, (CompressorConfig,), None) if keys else CompressorConfig
 
 
@@ -80,7 +65,7 @@ def _schema(name: str, keys: list[Any], bases: tuple[type, ...], doc: str | None
 
 def __getattr__(name: str) -> type:
     """Returns a generated schema by its name; pickle needs it to pass a config to other ranks."""
-    for schema in (*map(draft_schema, KINDS.values()), *map(compressor_schema, COMPRESSORS)):
+    for schema in (*map(draft_schema, KINDS.values()), *map(compressor_schema, CompressorKind)):
         if schema.__name__ == name:
             return schema
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

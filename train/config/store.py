@@ -22,7 +22,7 @@ from sage.io.dtypes import SHORT_NAMES, loaded_dtype
 from sage.io.files import config_dir, package_dir, read_json, user_cache_dir
 from sage.io.ranges import field_types, first_sentence, key_meanings, plain_type
 from sage.trees import POLICIES
-from train.config.draft import COMPRESSORS, compressor_schema, draft_schema
+from train.config.draft import CompressorKind, compressor_schema, draft_schema
 from train.config.schema import RECIPE_LENGTH, Config, Precision, TrackingConfig, ValidateConfig, WandbConfig
 
 LABEL = "LABEL"  # stands for a name that the user chooses
@@ -37,7 +37,7 @@ TRACKING = {"jsonl": TrackingConfig, "tensorboard": TrackingConfig, "wandb": Wan
 def subschemas() -> dict[tuple[str, str], type]:
     """Returns (group, choice) -> schema, for groups whose choices have different keys."""
     schemas: dict[tuple[str, str], type] = {("draft", name): draft_schema(kind) for name, kind in KINDS.items()}
-    schemas |= {("draft/compressor", kind): compressor_schema(kind) for kind in COMPRESSORS}
+    schemas |= {("draft/compressor", kind): compressor_schema(kind) for kind in CompressorKind}
     return schemas | {("tracking", kind): schema for kind, schema in TRACKING.items()}
 
 

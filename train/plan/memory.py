@@ -26,7 +26,7 @@ from sage.drafts.registry import KINDS, SlotOptions
 from sage.drafts.unroll import EXTRA
 from sage.io.files import config_dir
 from sage.runtime.captured import MAX_FREE
-from sage.targets.loading import meta_target
+from sage.targets.loading import meta_target, read_architecture
 from sage.targets.target import layer_sizes
 from sage.targets.weights import quantized_at_load, weight_bytes
 from sage.trees import AUTOREGRESSIVE
