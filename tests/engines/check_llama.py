@@ -238,8 +238,9 @@ def compare(
     counts = [said[place]["timings"] for place in equal]
     drafted, accepted = (sum(given.get(key, 0) for given in counts) for key in ("draft_n", "draft_n_accepted"))
     expected = sum(sum(ours.counts[place]) for place in equal) if ours.counts else 0
-    is_near = abs(accepted - expected) <= TOLERANCE * expected
-    is_wrong = any(gap is not None and gap > TIE for gap in gaps) or is_near is is_control
+    loss = (expected - accepted) / max(expected, 1)
+    is_wrong = loss <= TOLERANCE if is_control else abs(loss) > TOLERANCE
+    is_wrong |= any(gap is not None and gap > TIE for gap in gaps)
     lengths = [prompt.inputs["input_ids"].shape[1] for prompt in prompts.ours]
     is_wrong |= [given["tokens_evaluated"] for given in said] != lengths or (ours.counts is not None and not expected)
     return Row([*title, texts, *map(str, (drafted, accepted, expected))], is_wrong)

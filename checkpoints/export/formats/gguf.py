@@ -31,7 +31,7 @@ from sage.io.model_files import read_config
 
 FILE = "draft.gguf"
 SCRIPT, PACKAGE = "convert_hf_to_gguf.py", "gguf-py"
-TARGETS = ("llama", "qwen3")  # by `make engines-llama`; for some others, the server keeps no layers for a draft, and stops
+TARGETS = ("llama", "mistral", "qwen3")  # by `make engines-llama`; of others it may keep no layers, and stop
 NOT_COMPUTED = ("fc_norm", "norm_output", "norm_before_residual")  # the last one by an `eagle3` folder's other engines
 OUTTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 LAYER = re.compile(r"(?:midlayer|layers\.(\d+))\.(.+)\.weight")
