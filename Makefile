@@ -50,11 +50,11 @@ real-%: $(VENV)/installed
 
 # One process per core, with one thread each. Tests that share a costly fixture run in one process.
 test: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 300 -n auto
 
 # Without the tests marked slow (more than about half a second each).
 test-fast: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 300 -m "not slow" -n auto
 
 # The fast tests with the oldest versions that pyproject.toml allows, in a folder that precedes .venv, whose torch is used.
 $(OLDEST)/installed: tests/oldest/requirements.txt $(VENV)/installed
@@ -63,7 +63,7 @@ $(OLDEST)/installed: tests/oldest/requirements.txt $(VENV)/installed
 	touch $@
 
 test-oldest: $(OLDEST)/installed
-	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -m pytest -m "not slow" -n auto
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -m pytest --timeout 300 -m "not slow" -n auto
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.browser import NO_BROWSER
-from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
     from support.accelerator import Traffic
@@ -39,16 +38,16 @@ ONE_PROCESS = (
 )
 
 
-class Scheduler(LoadScopeScheduling):
-    """Gives a file in `ONE_PROCESS` to one process, and other tests one by one to the process that is free."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.partition("::")[0]
-        return path if path in ONE_PROCESS else nodeid
-
-
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives a file in `ONE_PROCESS` to one process, and other tests one by one to the process that is free."""
+    from xdist.scheduler import LoadScopeScheduling  # is not on every machine with a GPU that runs some of the tests
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return path if path in ONE_PROCESS else nodeid
+
     return Scheduler(config, log)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module
 from support.accelerator import DEVICES, Kind, Traffic, on_device, on_host
 from support.messages import refused
 from support.models import MAKERS, in_float64, make_inputs, make_qwen, random_draft
@@ -19,6 +18,7 @@ from sage.drafts.model import ModelDraft
 from sage.targets.placement import check_device_map
 
 LENGTH = 16
+hooks: Any = pytest.importorskip("accelerate.hooks")  # not needed for a target on one device
 
 
 def spread(target: sage.Target) -> sage.Target:
@@ -97,7 +97,7 @@ def test_generate_of_hugging_face_runs_as_well(traffic: Traffic, family: str) ->
 def test_hooks_of_accelerate_are_replaced(traffic: Traffic) -> None:
     target = make_qwen()
     layers: Any = target.text_model.layers
-    add_hook_to_module(layers[0], ModelHook())
+    hooks.add_hook_to_module(layers[0], hooks.ModelHook())
     target.model.hf_device_map = {"model.visual": "cpu", "model.language_model.layers.0": "cpu", "lm_head": 0}
     before = target.features(target.embed(make_inputs(target))).last
     again = sage.Target(target.model)
