@@ -197,7 +197,8 @@ def check(served: Served) -> Iterator[Row]:
                 break
             answers = decode_chain(target, sage.load_draft(served.folder / label, target), some.ours, DEPTH, MAX_NEW_TOKENS)
             yield compare(served, label, some, answers, said)
-            for damage in DAMAGES[label] if served.name in ("scaled", "plain") else DAMAGES[label][-1:]:
+            damages = DAMAGES[label] if served.name in ("scaled", "plain") else DAMAGES[label][-1:]
+            for damage in damages if some.kind == "text" else ():  # drafts hardly read those features
                 other = copy.deepcopy(draft)
                 damage(other)
                 said = served.answers(some, served.exported(other, label))
