@@ -23,7 +23,7 @@ from transformers import AutoModelForImageTextToText
 
 import sage
 from benchmarks.figures import counts
-from benchmarks.visual_tokens import FIGURES, LEVELS, config_of
+from benchmarks.visual_tokens import FIGURES, KINDS, LEVELS, config_of
 from data_prep.chat import build_example
 from data_prep.conversation import Conversation
 from data_prep.pocket import architecture, world
@@ -189,7 +189,7 @@ def figures(stats: Sequence[Stats], target_s: float) -> dict[str, float]:
 def main() -> int:
     parser = new_parser("python -m benchmarks.large_pictures", description=__doc__)
     parser.add_argument("--tokens", metavar="N,N", default="1024,4096,16384", help="visual tokens; default %(default)s")
-    parser.add_argument("--kinds", metavar="KIND,..", default="none,pool,conv,resampler,select,text_only", help="compressors")
+    parser.add_argument("--kinds", metavar="KIND,..", default=",".join(KINDS), help="compressors; default: all")
     parser.add_argument("--runs", metavar="DIR", default="runs/large_pictures", help="target and heads, made if missing")
     parser.add_argument("--pictures", type=int, default=2, help="of each size; default %(default)s")
     args = parser.parse_args()
