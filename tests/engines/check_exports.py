@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from engine_checks import (
     answers_to,
     conclude,
     exported,
+    gap_at_difference,
     new_parser,
     questions,
     train,
@@ -55,7 +56,7 @@ from train.serve_check.acceptance import Answers, decode_chain
 from train.serve_check.vllm_process import PROMPTS_FILE, EngineSetting, write_prompts
 
 GROUPS = ("exports", "one-pass", "families")
-QWEN, LLAVA, ONEVISION = POCKET.name, "llava", "pocket_llava_onevision"
+QWEN, QWEN35, LLAVA, ONEVISION = POCKET.name, "qwen3_5", "llava", "pocket_llava_onevision"
 REFUSAL = "Model does not support EAGLE3 interface"  # by vLLM as released
 TRAIN_PROMPTS, NUM_PROMPTS, NUM_TEXTS = 32, 16, 48  # answers to texts are short
 HIGH_LEVELS = "two, middle and last but one"  # levels that a config names
@@ -140,6 +141,7 @@ class Case:
     format: str = "eagle3"
     flavour: str | None = None
     dtype: str = "float32"
+    target_dtype: str = "float32"
     damage: Damage | None = None
     is_control: bool = False  # vLLM must accept less than our decoder, as of a damaged export
     is_fault: bool = False  # a fault of vLLM, whose rounds must differ from ours
@@ -195,6 +197,7 @@ ONE_PASS_LLAVA = [
     {"draft": "peagle2", "format": "peagle", "is_extra": True},
 ]
 FAMILIES = {name: [{"draft": "family"}] for name in (*LAYOUTS, ONEVISION, PUBLISHED) if name != LLAVA}
+FAMILIES[QWEN35] = [{"draft": "family", "dtype": "bfloat16", "target_dtype": "bfloat16"}]
 FAMILIES[ONEVISION] += [{"draft": "family", "damage": first_levels}]
 FAMILIES[PUBLISHED] += [{"draft": "family", "is_released": True, "is_refused": True}]
 CASES = [
@@ -257,31 +260,40 @@ class Lab:
         print(f"trained {name} for {world[0]}: {time.monotonic() - begin:.0f} s", flush=True)
         return made.folder / f"{name}-draft"
 
-    def _ours(self, world: tuple[str, str], name: str, dtype: str) -> Answers:
+    def _ours(self, world: tuple[str, str], name: str, dtype: str, target_dtype: str) -> Answers:
         """Decodes with a draft whose weights are rounded to `dtype`."""
-        target = self.world(*world).target
+        target = sage.load_target(self.world(*world).folder / "target", dtype=DTYPES[target_dtype])
         draft = sage.load_draft(self.draft(world, name), target)
-        draft.to(DTYPES[dtype]).to(torch.float32)
+        draft.to(DTYPES[dtype]).to(target.dtype)
         return decode_chain(target, draft, self.world(*world).prompts, DEPTH, MAX_NEW_TOKENS)
 
     def prepare(self, case: Case) -> EngineSetting:
         """Decodes on our side, and exports the draft of a case."""
         folder, format_ = self.world(*case.world).folder, find_format(case.format, case.flavour)
-        self.ours(case.world, case.draft, case.dtype)
+        self.ours(case.world, case.draft, case.dtype, case.target_dtype)
         draft = self.draft(case.world, case.draft)
         longest = 1024 if case.group == "one-pass" else 2048
-        return exported(draft, folder / "target", folder / case.name, format_, case.damage, DTYPES[case.dtype], longest)
+        setting = exported(draft, folder / "target", folder / case.name, format_, case.damage, DTYPES[case.dtype], longest)
+        return replace(setting, dtype=case.target_dtype)
 
     def serve(self, case: Case, setting: EngineSetting) -> Row:
         """Serves a case."""
         begin, is_control = time.monotonic(), case.is_control or case.damage is not None
         theirs = self.engine.trace(setting, self.world(*case.world).folder / PROMPTS_FILE, case.is_released)
         is_refused = REFUSAL in self.engine.last_error if case.is_refused else None
-        ours, label = self.ours(case.world, case.draft, case.dtype), f"{'control: ' if is_control else ''}{case.name}"
+        ours = self.ours(case.world, case.draft, case.dtype, case.target_dtype)
+        label = f"{'control: ' if is_control else ''}{case.name}"
+        gaps = self._gaps(case, ours, theirs) if theirs and case.target_dtype != "float32" else ()
         flags = {"is_control": is_control, "is_fault": case.is_fault, "by_number": case.group == "exports"}
-        row = Row([label], ours, theirs, is_refused=is_refused, **flags)
+        row = Row([label], ours, theirs, is_refused=is_refused, gaps=gaps, **flags)
         print(f"served {case.name}: {time.monotonic() - begin:.0f} s; {' | '.join(row.cells()[1:])}", flush=True)
         return row
+
+    def _gaps(self, case: Case, ours: Answers, theirs: Answers) -> list[float | None]:
+        """Returns the gaps of the target in float32 where both texts first differ."""
+        world = self.world(*case.world)
+        texts = zip(world.prompts, ours.tokens, theirs.tokens, strict=True)
+        return [gap_at_difference(world.target, prompt, mine, other) for prompt, mine, other in texts]
 
 
 def train_draft(made: World, name: str) -> Any:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_checks import DEPTH, MAX_NEW_TOKENS, answers_to, questions, train
+from engine_checks import DEPTH, MAX_NEW_TOKENS, answers_to, gap_at_difference, questions, train
 from layouts import CONVERTED, FILES, Layout, save_layout
 from PIL import Image
 
@@ -313,19 +313,6 @@ def padded(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     canvas = Image.new("RGB", size)
     canvas.paste(image.resize((width, height), Image.Resampling.BICUBIC), ((size[0] - width) // 2, (size[1] - height) // 2))
     return canvas
-
-
-@torch.no_grad()
-def gap_at_difference(target: sage.Target, prompt: BenchPrompt, ours: list[int], theirs: list[int]) -> float | None:
-    """Returns by how much the target prefers its best token to the next one where two answers first differ; None if equal."""
-    if ours == theirs:
-        return None
-    place = next(place for place, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other)
-    ids = torch.cat((prompt.inputs["input_ids"], torch.tensor([ours[:place]], dtype=torch.long)), 1)
-    pixels = {key: value for key, value in prompt.inputs.items() if key in target.family.pixel_keys}
-    logits = target.model(input_ids=ids, **target.family.token_inputs(ids), **pixels).logits[0, -1]
-    first, second = logits.topk(2).values.tolist()
-    return float(first - second)
 
 
 @contextmanager

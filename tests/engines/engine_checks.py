@@ -21,6 +21,7 @@ from benchmarks.engines.measure import pocket_prompts, question
 from checkpoints.export.exporter import ExportOptions, export
 from checkpoints.export.formats.base import ExportFormat
 from data_prep.conversation import Conversation
+from sage.bench.measurement import BenchPrompt
 from sage.drafts.registry import draft_kind, resolve
 from sage.io.tables import markdown_table
 from train.config.schema import ObjectiveConfig
@@ -35,6 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STEPS, BATCH, LR, ANCHORS = 120, 8, 3e-3, 12  # of the training of a draft
 TOLERANCE = 0.01  # of the rounds
 MIN_LOSS = 0.05  # of the tokens accepted per round
+NEAR_TIE = 0.02  # of logits in float32, for a target in bfloat16
 ACCEPTANCE = 0.05, 0.98  # of the first drafted token; outside, a check would not see differences
 COMPARED = ("texts equal", "rounds: ours", "vLLM", "accepted: ours", "vLLM")
 Damage = Callable[[dict[str, Any], Path], None]  # changes the config.json of an export, or other files of its folder
@@ -153,6 +155,19 @@ class Engine:
         return Answers([one["tokens"] for one in answers], [one["rounds"] for one in answers], setting.depth)
 
 
+@torch.no_grad()
+def gap_at_difference(target: sage.Target, prompt: BenchPrompt, ours: list[int], theirs: list[int]) -> float | None:
+    """Returns by how much the target prefers its best token to the next one where two answers first differ; None if equal."""
+    if ours == theirs:
+        return None
+    place = next(place for place, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other)
+    ids = torch.cat((prompt.inputs["input_ids"], torch.tensor([ours[:place]], dtype=torch.long)), 1)
+    pixels = {key: value for key, value in prompt.inputs.items() if key in target.family.pixel_keys}
+    logits = target.model(input_ids=ids, **target.family.token_inputs(ids), **pixels).logits[0, -1]
+    first, second = logits.topk(2).values.tolist()
+    return float(first - second)
+
+
 @dataclass(frozen=True)
 class Row:
     """A line of the table: the answers of both sides."""
@@ -164,6 +179,7 @@ class Row:
     is_fault: bool = False  # a fault of vLLM, whose rounds must differ from ours
     is_refused: bool | None = None  # whether vLLM refused, where it must
     by_number: bool = False  # rounds are compared by their number, not one by one
+    gaps: Sequence[float | None] = ()  # of a target in low precision, see `gap_at_difference`: texts may differ at near-ties
 
     def problems(self) -> list[str]:
         """Returns what is wrong."""
@@ -172,6 +188,8 @@ class Row:
             return [] if self.is_refused else ["vLLM does not refuse it"]
         if theirs is None:
             return ["vLLM failed, see above"]
+        if any(gap is not None for gap in self.gaps):  # then rounds differ as well
+            return [f"other texts, {gap:.3f} apart" for gap in self.gaps if gap is not None and gap > NEAR_TIE]
         found = [] if theirs.tokens == ours.tokens else ["other texts"]
         if self.is_fault:
             return [*found, *([] if theirs.rounds != ours.rounds else ["drafts as our decoder: the correction can go"])]
