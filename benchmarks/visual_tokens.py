@@ -64,21 +64,20 @@ def counted(models: MetaModels, tokens: int) -> tuple[float, float]:
 
 def table(target: str, tokens: list[int], measured: Mapping[str, Any]) -> str:
     """Returns a row per compressor, whose cells have the figures for each number of tokens, as far as they are measured."""
-    rows, sizes = [], [measured[str(count)] for count in tokens if str(count) in measured]
+    rows, sizes = [], {count: measured[str(count)] for count in tokens if str(count) in measured}
     for kind in KINDS:
         models = models_of(target, kind)
         shares = zip(*(counted(models, count) for count in tokens), strict=True)
         cells = [[f"{100 * share:.2f}" for share in each] for each in shares]
-        heads = [size["heads"][kind] for size in sizes if kind in size["heads"]]
+        heads = [size["heads"][kind] for size in sizes.values() if kind in size["heads"]]
         for name, form in MEASURED.values():
             cells.append([form.format(head[name]) for head in heads])
         rows.append([f"`{kind}`", *map("/".join, cells)])
     numbers = "/".join(f"{count:,}" for count in tokens)
     note = f"{numbers} visual tokens: the draft's share counted at {target}, of a round that of its cache"
-    for count in tokens:
-        if (size := measured.get(str(count))) is not None:
-            note += f"; {count:,}: {size['answers']} answers, {size['right']:.0%} of facts right"
-    return f"{markdown_table((*HEAD, *MEASURED), rows, '<' + '>' * 6)}\n\n{note}"
+    for count, size in sizes.items():
+        note += f"; {count:,}: {size['answers']} answers, {size['right']:.0%} of facts right"
+    return f"{markdown_table((*HEAD, *MEASURED), rows, '<>>' + '>' * len(MEASURED))}\n\n{note}"
 
 
 def main() -> int:

@@ -262,10 +262,13 @@ class Lab:
 
     def _ours(self, world: tuple[str, str], name: str, dtype: str, target_dtype: str) -> Answers:
         """Decodes with a draft whose weights are rounded to `dtype`."""
-        target = sage.load_target(self.world(*world).folder / "target", dtype=DTYPES[target_dtype])
+        made = self.world(*world)
+        target = made.target
+        if target_dtype != "float32":
+            target = sage.load_target(made.folder / "target", dtype=DTYPES[target_dtype])
         draft = sage.load_draft(self.draft(world, name), target)
         draft.to(DTYPES[dtype]).to(target.dtype)
-        return decode_chain(target, draft, self.world(*world).prompts, DEPTH, MAX_NEW_TOKENS)
+        return decode_chain(target, draft, made.prompts, DEPTH, MAX_NEW_TOKENS)
 
     def prepare(self, case: Case) -> EngineSetting:
         """Decodes on our side, and exports the draft of a case."""
