@@ -45,7 +45,7 @@ real: $(VENV)/installed
 	test -d exports/real_eagle3 || $(BIN)/sage-export runs/real_eagle3 --format eagle3 --out exports/real_eagle3
 
 real-%: $(VENV)/installed
-	if test -f runs/real_$*/config.yaml; then $(BIN)/sage-train --resume runs/real_$*; \
+	if test -f runs/real_$*/config.yaml; then $(BIN)/sage-train --resume runs/real_$* $(REAL_ARGS); \
 		else $(BIN)/sage-train experiment=real draft=$* $(REAL_ARGS); fi
 
 # One process per core, with one thread each. Tests that share a costly fixture run in one process.

@@ -42,7 +42,7 @@ from sage.trees.eagle2 import Eagle2
 from sage.trees.sage import confidence_of
 
 logger = logging.getLogger(__name__)
-COUNTS = ("tokens_per_target_pass", "mean_accepted_draft", "nodes_per_round", "match", "total", "draft_context")
+COUNTS = ("tokens_per_target_pass", "mean_accepted_draft", "nodes_per_round", "match", "total", "match_hf", "draft_context")
 SPEEDS = ("tokens_per_s", "speedup", "speedup_ci", "speedup_end_to_end")
 NUM_CANDIDATES = 10  # k of SAGE
 SCHEMA, SIGNIFICANT_DIGITS = 2, 5  # of figures on disk
