@@ -1,10 +1,12 @@
-"""Losslessness: equality of output distributions, enumerated in float64, and equality of texts on tiny random models."""
+"""Losslessness: equality of output distributions, enumerated in float64, and equality of texts on tiny random models.
+
+Single rounds of any tree are enumerated in test_tree_properties.py.
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,19 +18,14 @@ from support.toy_helpers import (
     PROMPT,
     SMALL,
     UNDECIDED,
-    VOCABULARY,
     Context,
     Distribution,
-    SlowTree,
     distance,
     make_policy,
     name_of,
-    probability,
     processed_by,
     sequences,
-    target_probs,
     toy_request,
-    toy_tree,
 )
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
@@ -44,7 +41,6 @@ from sage.decoding.decoder import decode
 from sage.decoding.settings import Sampling
 from sage.decoding.verify import accept
 from sage.planning.tree import Tree
-from sage.trees.eagle2 import Eagle2
 
 # Default options, limited to four tokens; trees of 25 nodes and more.
 LARGE: list[tuple[str, dict[str, Any]]] = [
@@ -64,75 +60,6 @@ every_policy = pytest.mark.parametrize(("name", "options"), SMALL, ids=name_of)
 def test_every_policy_is_enumerated() -> None:
     assert {name for name, _ in SMALL} == set(sage.POLICIES)
     assert {name for name, _ in LARGE} == set(sage.POLICIES) - {"autoregressive", "chain"}
-
-
-# -- one round, all draws ----------------------------------------------------------------------------------------------------
-
-
-Rule = Callable[[Tree, Sequence[int]], tuple[list[int], list[int]]]
-
-
-def round_distribution(tree: Tree, contexts: list[Context], rule: Rule = accept, length: int = 4) -> Distribution:
-    """Exact distribution of the next `length` tokens: all V^N draws of one round, then fresh draws from the target."""
-    emitted_distribution: Distribution = Counter()
-    weights = [target_probs(context).tolist() for context in contexts]
-    for draws in itertools.product(range(VOCABULARY), repeat=len(tree)):
-        weight = 1.0
-        for node, draw in enumerate(draws):
-            weight *= weights[node][draw]
-        _, emitted = rule(tree, draws)
-        emitted_distribution[tuple(emitted[:length])] += weight
-    return continued(emitted_distribution, contexts[0], length)
-
-
-def continued(found: Distribution, root: Context, length: int) -> Distribution:
-    """Extends shorter sequences with fresh draws from the target."""
-    full: Distribution = Counter()
-    for emitted, weight in found.items():
-        for rest in itertools.product(range(VOCABULARY), repeat=length - len(emitted)):
-            full[emitted + rest] += weight * probability((*root, *emitted, *rest)) / probability((*root, *emitted))
-    return full
-
-
-def distribution_below(root: Context, length: int = 4) -> Distribution:
-    """The target's distribution of `length` tokens after `root`."""
-    draws = itertools.product(range(VOCABULARY), repeat=length)
-    return {tokens: probability((*root, *tokens)) / probability(root) for tokens in draws}
-
-
-@every_policy
-def test_distribution_of_one_round(name: str, options: dict[str, Any]) -> None:
-    tree, contexts = toy_tree(make_policy(name, options))
-    assert len(tree) <= 7 and (len(tree) > 1 or name == "autoregressive") and tree.depth <= 3
-    assert distance(round_distribution(tree, contexts), distribution_below((0,))) < 1e-12
-
-
-def test_negative_control_policy_that_sees_the_draws() -> None:
-    """A tree that keeps its only child exactly if the draw below it is token 1, which makes token 1 too probable."""
-
-    class SeeingDraws(Eagle2):
-        def select(self) -> list[int]:
-            return [0, 1] if self.draws[1] == 1 else [0]
-
-    def rule(tree: Tree, draws: Sequence[int]) -> tuple[list[int], list[int]]:
-        policy.draws = draws
-        keep = policy.select()
-        return accept(SlowTree.copy_of(tree).subtree(torch.tensor(keep)), draws[: len(keep)])
-
-    policy = SeeingDraws(total=2, depth=1, top_k=1)
-    policy.draws = [0, 1]
-    tree, contexts = toy_tree(policy)
-    assert len(tree) == 2
-    assert distance(round_distribution(tree, contexts, length=2), distribution_below((0,), 2)) < 1e-12
-    assert distance(round_distribution(tree, contexts, rule, length=2), distribution_below((0,), 2)) > 0.02
-
-
-def test_negative_control_acceptance_that_ignores_the_draw() -> None:
-    def eager(tree: Tree, draws: Sequence[int]) -> tuple[list[int], list[int]]:
-        return [0, 1], [int(tree.tokens[1]), draws[1]]
-
-    tree, contexts = toy_tree(sage.policy("chain", depth=1))
-    assert distance(round_distribution(tree, contexts, eager, length=2), distribution_below((0,), 2)) > 0.05
 
 
 # -- the complete loop, round after round --------------------------------------------------------------------------------------

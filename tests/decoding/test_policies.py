@@ -12,34 +12,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.messages import refused
-from support.toy_helpers import SlowTree, add_next_level, paths_of
+from support.toy_helpers import Draft, draft_with, paths_of
 
 import sage
-from sage.planning.base import OptionError, Policy, best, best_children, defaults
-from sage.planning.tree import Frontier
+from sage.planning.base import OptionError, best, best_children, defaults
 from sage.trees import policy_class
 
 Ranks = tuple[int, ...]
-Draft = Callable[[Ranks], list[float]]  # the draft's K largest probabilities below a path of ranks
-
-
-def draft_tree(policy: Policy, draft: Draft, levels: int = 99) -> tuple[SlowTree, int, int]:
-    """Runs one round; the candidate of rank r is token r. Returns the tree, the number of expanded nodes, the deepest level."""
-    policy.reset()
-    policy.begin()
-    tree, paths, frontier, expanded, level = SlowTree.of_token(-1), [()], torch.tensor([0]), 0, 0
-    for level in range(1, levels + 1):
-        candidates = torch.tensor([draft(paths[node])[: policy.num_candidates_at(level)] for node in frontier.tolist()])
-        chosen = policy.next_level(Frontier(level, candidates.tolist()))
-        assert chosen is not None
-        frontier = add_next_level(tree, frontier, chosen, candidates, torch.arange(candidates.shape[1]).expand_as(candidates))
-        for node in range(len(paths), len(tree)):
-            paths.append((*paths[int(tree.parents[node])], int(tree.tokens[node])))
-        expanded += len(frontier)
-        if len(frontier) == 0:
-            break
-    keep = policy.select()
-    return (tree if keep is None else tree.subtree(torch.tensor(keep))), expanded, level
 
 
 # -- slow references ------------------------------------------------------------------------------------------------------
@@ -114,7 +93,7 @@ few = settings(max_examples=30, deadline=None)
 def check(name: str, draft: Draft, reference: Callable[..., set[Ranks]], **options: Any) -> None:
     """The tree equals that of the slow reference, and its size and that of the frontiers keep the bound."""
     policy = sage.policy(name, **options)
-    tree, expanded, _ = draft_tree(policy, draft)
+    tree, expanded = draft_with(policy, draft)
     assert set(paths_of(tree)) == reference(draft, **options)
     assert len(tree) <= policy.tree_capacity
     assert expanded < policy.tree_capacity  # which includes the root
@@ -154,9 +133,9 @@ class TestReferences:
 
     def test_negative_control_other_options_give_other_trees(self) -> None:
         draft = dyadic_draft(3, 2.0)
-        tree, _, _ = draft_tree(sage.policy("eagle2", total=12, depth=4, top_k=3), draft)
+        tree, _ = draft_with(sage.policy("eagle2", total=12, depth=4, top_k=3), draft)
         assert set(paths_of(tree)) != eagle2_reference(draft, 12, 4, 2)
-        tree, _, _ = draft_tree(sage.policy("talon", total=20, top_k=3, ratio=0.25), draft)
+        tree, _ = draft_with(sage.policy("talon", total=20, top_k=3, ratio=0.25), draft)
         assert set(paths_of(tree)) != talon_reference(draft, 20, 3, 0.9, 99)
 
 
@@ -173,7 +152,7 @@ def test_the_best_nodes_are_a_tree_for_any_draft(seed: int, scale: float, count:
         logits = torch.tensor([generator.gauss(0, scale) for _ in range(4)])
         return logits.softmax(0).sort(descending=True).values.tolist()
 
-    tree, _, _ = draft_tree(sage.policy("eagle2", total=10**6, depth=4, top_k=4), draft)
+    tree, _ = draft_with(sage.policy("eagle2", total=10**6, depth=4, top_k=4), draft)
     keep = torch.tensor(best(tree.path_probs.tolist(), count))
     assert keep[0] == 0 and bool((keep.diff() > 0).all()) and len(keep) == min(count, len(tree))
     assert len(tree.subtree(keep)) == len(keep)

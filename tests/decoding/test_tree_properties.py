@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import MAKERS, followed_by, in_float64, make_inputs
 from support.pass_helpers import tree_pass
-from support.toy_helpers import SlowTree, probability, target_probs
+from support.toy_helpers import SlowTree, paths_of, probability, target_probs
 
 import sage
 from sage.decoding.settings import Sampling
@@ -21,6 +21,7 @@ from sage.decoding.verify import TargetSampler, accept
 from sage.targets import Prompt
 
 Context = tuple[int, ...]
+Rule = Callable[[SlowTree, Sequence[int]], tuple[list[int], list[int]]]
 
 
 @st.composite
@@ -47,7 +48,7 @@ def walk(tree: SlowTree, node: int) -> list[int]:
 
 
 def token_paths(tree: SlowTree) -> list[Context]:
-    return [tuple(tree.tokens[walk(tree, node)].tolist()) for node in range(len(tree))]
+    return [(int(tree.tokens[0]), *path) for path in paths_of(tree)]
 
 
 few = settings(max_examples=40, deadline=None)
@@ -86,21 +87,40 @@ def test_one_seed_gives_the_same_tokens_in_any_tree(tree: SlowTree, seed: int, n
         assert torch.equal(sampler(logits[path], tree.subtree(path)), together[path])
 
 
-@few
-@given(random_trees(vocabulary=4, most_levels=3, most_per_level=2))
-def test_any_tree_keeps_the_targets_distribution(tree: SlowTree) -> None:
-    """All draws of one round below any tree, then fresh draws: the target's own distribution to 1e-12."""
+def distance_of_round(tree: SlowTree, rule: Rule = accept) -> float:
+    """The largest error in the probability of what a round emits, over all draws; later tokens are drawn anew."""
     contexts: list[Context] = token_paths(tree)
     found: dict[Context, float] = {}
     weights = [target_probs(context).tolist() for context in contexts]
     for draws in itertools.product(range(4), repeat=len(tree)):
-        _, emitted = accept(tree, draws)
-        key = tuple(emitted)
+        key = tuple(rule(tree, draws)[1])
         found[key] = found.get(key, 0.0) + math.prod(weights[node][draw] for node, draw in enumerate(draws))
     assert abs(sum(found.values()) - 1) < 1e-12
     root = contexts[0]
-    for emitted, weight in found.items():
-        assert abs(weight - probability((*root, *emitted)) / probability(root)) < 1e-12
+    return max(abs(weight - probability((*root, *emitted)) / probability(root)) for emitted, weight in found.items())
+
+
+@few
+@given(random_trees(vocabulary=4, most_levels=3, most_per_level=2))
+def test_any_tree_keeps_the_targets_distribution(tree: SlowTree) -> None:
+    assert distance_of_round(tree) < 1e-12
+
+
+def ignoring_the_draw(tree: SlowTree, draws: Sequence[int]) -> tuple[list[int], list[int]]:
+    return [0, 1], [int(tree.tokens[1]), draws[1]]
+
+
+def seeing_the_draws(tree: SlowTree, draws: Sequence[int]) -> tuple[list[int], list[int]]:
+    """As a policy that keeps its only child exactly if the draw below it is token 1, which makes token 1 too probable."""
+    keep = [0, 1] if draws[1] == 1 else [0]
+    return accept(tree.subtree(torch.tensor(keep)), draws[: len(keep)])
+
+
+@pytest.mark.parametrize("rule", [ignoring_the_draw, seeing_the_draws])
+def test_negative_controls_of_the_distribution(rule: Rule) -> None:
+    tree = SlowTree.of_token(0)
+    tree.add_level(torch.tensor([0]), target_probs((0,)).argmax()[None], torch.tensor([0.5]))
+    assert distance_of_round(tree) < 1e-12 and distance_of_round(tree, rule) > 0.02
 
 
 @functools.cache

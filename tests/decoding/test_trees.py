@@ -5,15 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from support.messages import refused
-from support.toy_helpers import grow_fully, paths_of, tree_of
+from support.toy_helpers import SlowTree, draft_with, paths_of, tree_of
 
 import sage
 from sage.decoding.verify import accept
+from sage.planning.base import Policy
 from sage.planning.tree import Frontier, RoundOutcome
 from sage.trees.sage import round_half_up
 from sage.trees.static import STATIC_TREE
 
-GEOMETRIC = torch.tensor([0.5**i for i in range(1, 13)])
+GEOMETRIC = [0.5**i for i in range(1, 13)]
+
+
+def grow_fully(policy: Policy, probs: list[float]) -> SlowTree:
+    """Runs a policy with a draft that proposes `probs` at every node."""
+    return draft_with(policy, lambda _: probs)[0]
 
 
 def test_acceptance() -> None:
@@ -88,9 +94,7 @@ class TestSagePolicy:
             policy = sage.policy("sage", max_nodes=budget, alpha_from="current")
             tree = grow_fully(policy, GEOMETRIC)
             assert len(tree) - 1 <= budget
-        deep = grow_fully(
-            sage.policy("sage", alpha_from="current", min_depth=4, max_depth=4), torch.tensor([0.99, *[1e-4] * 9])
-        )
+        deep = grow_fully(sage.policy("sage", alpha_from="current", min_depth=4, max_depth=4), [0.99, *[1e-4] * 9])
         assert deep.depth == 4
 
     def test_alpha_is_taken_at_the_last_accepted_node(self) -> None:

@@ -50,12 +50,6 @@ class SlowTree(Tree):
     def of_token(cls, token: int) -> SlowTree:
         return cls(torch.tensor([token]), torch.tensor([-1]), torch.tensor([0]), draft_topk=[None])
 
-    @classmethod
-    def copy_of(cls, tree: Tree) -> SlowTree:
-        """Returns a copy of a built tree without the draft's candidates."""
-        unknown = [None] * len(tree)
-        return cls(tree.tokens, tree.parents, tree.depths, draft_topk=unknown, path_probs=torch.ones(len(tree)))
-
     def note_candidates(self, nodes: Tensor, probs: Tensor, tokens: Tensor) -> None:
         """Stores the draft's candidates below `nodes` [F]: probabilities and tokens [F, K]."""
         draft_topk = list(self.draft_topk)
@@ -96,23 +90,27 @@ def add_next_level(tree: SlowTree, frontier: Tensor, next_level: NextLevel, prob
     return torch.tensor([int(nodes[picks.index(pick)]) for pick in expand], dtype=torch.long)
 
 
-def grow_fully(policy: Policy, probs: Tensor, most_levels: int = 20) -> SlowTree:
-    """Runs a policy with a draft that proposes `probs` [K] at every node; the candidate of rank r is token r."""
+Draft = Callable[[tuple[int, ...]], list[float]]  # the largest probabilities below a path, in descending order
+
+
+def draft_with(policy: Policy, draft: Draft, levels: int = 20) -> tuple[SlowTree, int]:
+    """Runs one round; the candidate of rank r is token r. Returns the tree and the number of expanded nodes."""
     policy.reset()
     policy.begin()
-    tree, frontier = SlowTree.of_token(99), torch.tensor([0])
-    for level in range(1, most_levels):
-        candidates = probs[: policy.num_candidates_at(level)].expand(len(frontier), -1)
+    tree, paths, frontier, expanded = SlowTree.of_token(-1), [()], torch.tensor([0]), 0
+    for level in range(1, levels + 1):
+        candidates = torch.tensor([draft(paths[node])[: policy.num_candidates_at(level)] for node in frontier.tolist()])
         tokens = torch.arange(candidates.shape[1]).expand_as(candidates)
         tree.note_candidates(frontier, candidates, tokens)
         next_level = policy.next_level(Frontier(level, candidates.tolist()))
         if next_level is None:
             break
         frontier = add_next_level(tree, frontier, next_level, candidates, tokens)
+        paths, expanded = paths_of(tree), expanded + len(frontier)
         if len(frontier) == 0:
             break
     keep = policy.select()
-    return tree if keep is None else tree.subtree(torch.tensor(keep))
+    return (tree if keep is None else tree.subtree(torch.tensor(keep))), expanded
 
 
 def tree_of(paths: list[tuple[int, ...]]) -> Tree:
