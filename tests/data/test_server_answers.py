@@ -119,19 +119,6 @@ def test_request_states_every_option_that_determines_the_answer(
     assert set(server.keys) == {f"Bearer {KEY}"}
 
 
-def test_text_comes_from_the_token_ids(server: ChatServer, tmp_path: Path) -> None:
-    """As our decoder's: a server may strip blanks, and call an end with the last allowed token a cut."""
-
-    def answer(number: int, body: Any) -> Reply | None:
-        ids = [*PROCESSOR.tokenizer(" padded ")["input_ids"], PROCESSOR.tokenizer.eos_token_id]
-        choice = {"message": {"content": "padded"}, "finish_reason": "length", "token_ids": ids}
-        return Reply(body={"choices": [choice]}) if "seed" in body else None
-
-    server.fault = answer
-    run(tmp_path / "out.jsonl", server.url)
-    assert rows(tmp_path / "out.jsonl")[0]["messages"][1] == assistant(" padded ")
-
-
 def test_server_with_standard_options_answers_in_text(server: ChatServer, expected: dict[str, bytes], tmp_path: Path) -> None:
     server.extensions = False
     run(tmp_path / "out.jsonl", server.url)

@@ -1,4 +1,4 @@
-"""Every kind of source, from a fixture in its published layout to a training step; wrong paths and formats."""
+"""Every kind of source from a fixture in its published layout; wrong paths and formats."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from support.data_helpers import (
     assistant,
     make_image,
     make_processor,
-    make_target,
     png,
     save_images,
     save_onevision,
     share_turns,
-    train_step,
     user,
 )
 from support.messages import refused
@@ -28,8 +26,6 @@ from data_prep.config import DataConfig, check_paths
 from data_prep.conversation import BadItem, Conversation
 from data_prep.sources import KINDS, SourceConfig, check_path
 from data_prep.sources.base import Split, as_prompt, open_source
-
-Make = Callable[[Path], SourceConfig]
 
 
 def llava_json(folder: Path) -> SourceConfig:
@@ -82,37 +78,9 @@ def hub(folder: Path) -> SourceConfig:
     return SourceConfig(kind="hub", path=str(folder / "disk"), columns={"question": "q", "answer": "a", "images": "pics"})
 
 
-def folder_of_media(folder: Path) -> SourceConfig:
-    save_images(folder, "cat.png", "clip_1/1.png", "clip_1/2.png")
-    make_image().save(folder / "clip_2.gif", save_all=True, append_images=[make_image(16, "blue")])  # a video file
-    for name in ("cat", "clip_1", "clip_2"):
-        (folder / f"{name}.txt").write_text(f"A {name}.\n")
-    return SourceConfig(kind="folder", path=str(folder), prompt="Say what it is.")
-
-
-TRAINABLE: dict[str, tuple[Make, int]] = {
-    "llava_json": (llava_json, 3),
-    "messages": (messages, 7),
-    "llava_onevision": (llava_onevision, 3),
-    "hub": (hub, 2),
-    "folder": (folder_of_media, 3),
-}
-
-
 def opened(config: SourceConfig, cache: Path) -> list[Conversation]:
     source = open_source("it", config, Split.train, str(cache))
     return [source.example(i) for i in range(len(source))]
-
-
-@pytest.mark.parametrize("kind", TRAINABLE)
-def test_train_step_on_every_source(kind: str, tmp_path: Path) -> None:
-    make, count = TRAINABLE[kind]
-    config = DataConfig(sources={"it": make(tmp_path)}, holdout=0.0, cache_dir=str(tmp_path / "cache"), num_frames=2)
-    target = make_target("llava_onevision" if kind in ("messages", "hub") else "qwen2_5_vl")
-    dataset = build_dataset(config, target.processor)
-    assert len(dataset) == count
-    batch = target.processor.collate([{k: v for k, v in dataset[i].items() if k != "id"} for i in range(count)])
-    assert 0 < train_step(target, batch) < 20
 
 
 def test_llava_rows(tmp_path: Path) -> None:
@@ -145,6 +113,21 @@ def test_table_rows(tmp_path: Path) -> None:
     mapped = opened(hub(tmp_path / "hub"), tmp_path / "cache")
     assert [part.get("text", "") for part in mapped[1].messages[0]["content"]] == ["Which ", "", " one?"]
     assert mapped[0].messages[1] == assistant("Red.")
+
+
+def test_folder_rows(tmp_path: Path) -> None:
+    """An image, a video as a folder of frames and one as a file, each with its text."""
+    save_images(tmp_path, "cat.png", "clip_1/1.png", "clip_1/2.png")
+    make_image().save(tmp_path / "clip_2.gif", save_all=True, append_images=[make_image(16, "blue")])
+    for name in ("cat", "clip_1", "clip_2"):
+        (tmp_path / f"{name}.txt").write_text(f"A {name}.\n")
+    source = SourceConfig(kind="folder", path=str(tmp_path), prompt="Say what it is.")
+    config = DataConfig(sources={"it": source}, holdout=0.0, cache_dir=str(tmp_path / "cache"), num_frames=2)
+    dataset = build_dataset(config, make_processor("qwen2_5_vl"))
+    found = [dataset.conversation(i).messages for i in range(3)]
+    assert [question["content"][0]["type"] for question, _ in found] == ["image", "video", "video"]
+    assert [answer for _, answer in found] == [assistant(f"A {name}.") for name in ("cat", "clip_1", "clip_2")]
+    assert all("Say what it is." in str(question) and dataset[i] for i, (question, _) in enumerate(found))
 
 
 def test_unknown_columns_are_refused(tmp_path: Path) -> None:

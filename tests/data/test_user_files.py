@@ -307,6 +307,9 @@ def test_what_a_server_renders_in_its_own_way_is_not_asked(thinker: Processor) -
     assert answer_of(reply, thinker) == TargetAnswer("<think>\nHm", Outcome.cut)  # thoughts that are cut stay open
     reply["choices"][0]["token_ids"] = ids = thinker.tokens_of("<|im_start|>a")
     assert answer_of(reply, thinker) == TargetAnswer("<|im_start|>a", Outcome.cut, token_ids=tuple(ids))
+    # a server may strip blanks, and call an end with the last allowed token a cut
+    reply["choices"][0]["token_ids"] = [*thinker.tokens_of(" padded "), thinker.tokenizer.eos_token_id]
+    assert answer_of(reply, thinker) == TargetAnswer(" padded ", Outcome.answered)
 
 
 # -- bad rows ------------------------------------------------------------------------------------------------------------

@@ -75,14 +75,6 @@ def test_requests_that_join_and_leave_at_random_have_their_own_texts(family: str
         assert requests[number].output().tokens.tolist() == tokens[requests[number]] == alone, number
 
 
-def test_requests_wait_for_a_row_of_the_batch(tiny_qwen: sage.Target) -> None:
-    draft, inputs = random_draft(tiny_qwen), some_inputs(tiny_qwen, 8)
-    options: dict[str, Any] = {"max_new_tokens": 6, "seed": 1, "temperature": 0.7}
-    out = sage.generate_batch(tiny_qwen, draft, inputs, "static", batch_size=3, **options)
-    assert [one.tokens.tolist() for one in out] == [text_alone(tiny_qwen, draft, one, "static", **options) for one in inputs]
-    assert all(one.stats.total_s > 0 for one in out)
-
-
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_requests_share_draft_passes_with_the_results_that_each_has_alone(
     kind: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +16,11 @@ from support.models import (
     greedy_text,
     in_float64,
     make_inputs,
-    make_qwen,
     random_draft,
 )
+from support.processors import make_processor
 from support.toy_helpers import make_policy
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache
 
 import sage
 from sage.decoding import generation
@@ -147,41 +146,14 @@ def test_drafted_marks_the_drafted_tokens_of_each_round(
     assert len(marks) == len(run.output().tokens)
 
 
-class Dictated(LogitsProcessor):
-    """Makes the target generate `answer`."""
-
-    def __init__(self, start: int, answer: list[int]) -> None:
-        self.start, self.answer = start, answer
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        forced = torch.full_like(scores, -1e9)
-        forced[:, self.answer[input_ids.shape[1] - self.start]] = 0
-        return forced
-
-
-class Bytes:
-    """A tokenizer with one byte per token; decodes incomplete characters of up to four bytes as replacement characters."""
-
-    table = "a☕é😀 b".encode()
-
-    def decode(self, tokens: list[int], **options: object) -> str:
-        return bytes(self.table[token % len(self.table)] for token in tokens).decode(errors="replace")
-
-
-@pytest.mark.parametrize("length", (1, 3, 5, 8, len(Bytes.table), 2 * len(Bytes.table) + 1))
-def test_stream_yields_the_complete_text_in_complete_characters(length: int, with_oracle: Callable[..., None]) -> None:
-    target = make_qwen()
-    target.processor, target.eos_token_ids = SimpleNamespace(tokenizer=Bytes()), []
-    answer = list(range(2 * len(Bytes.table) + 1))
-    with_oracle(answer)
-    inputs, draft = make_inputs(target), sage.new_draft(target)
-    dictated = LogitsProcessorList([Dictated(inputs["input_ids"].shape[1], answer)])
-    options = {"policy": "chain", "max_new_tokens": length, "logits_processor": dictated}
-    expected = Bytes().decode(answer[:length])
-    assert sage.generate(target, draft, inputs, **options).text == expected
-    pieces = list(sage.stream(target, draft, inputs, **options))
-    assert "".join(pieces) == expected
-    assert not any("\ufffd" in piece for piece in pieces[:-1])
+@pytest.mark.parametrize("length", [1, 9, LENGTH])
+def test_stream_yields_the_complete_text(length: int, tiny_qwen: sage.Target, with_oracle: Callable[..., None]) -> None:
+    """Bytes that are no text; the pieces themselves are those of tests/cli/test_output.py."""
+    inputs, draft = make_inputs(tiny_qwen), sage.new_draft(tiny_qwen)
+    with_oracle(greedy_text(tiny_qwen, inputs, LENGTH))
+    tiny_qwen.processor = make_processor(tiny_qwen)
+    text = sage.generate(tiny_qwen, draft, inputs, policy="chain", max_new_tokens=length).text
+    assert text and "".join(sage.stream(tiny_qwen, draft, inputs, policy="chain", max_new_tokens=length)) == text
 
 
 def test_counts_are_consistent(tiny_qwen: sage.Target, with_oracle: Callable[..., None]) -> None:

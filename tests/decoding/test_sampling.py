@@ -10,13 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.messages import refused
-from support.models import OracleSession, greedy_text, in_float64, make_inputs, make_qwen
+from support.models import make_inputs, make_qwen
 from support.processors import make_processor
 from support.toy_helpers import tree_of
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import sage
-from sage.decoding import generation
 from sage.decoding.answer import StopCriterion
 from sage.decoding.settings import Sampling
 from sage.decoding.verify import TargetSampler, Verifier
@@ -93,26 +92,6 @@ def test_processors_see_each_nodes_own_prefix() -> None:
             at = int(tree.parents[at])
         prefix = torch.tensor([[*PROMPT.tolist(), 5, *path]])
         assert found[:, node].tolist() == [int(PrefixPenalty()(prefix, one[[node]]).argmax()) for one in logits]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{"repetition_penalty": 1.4}, {"min_new_tokens": 9}, {"logits_processor": LogitsProcessorList([PrefixPenalty()])}],
-    ids=lambda options: next(iter(options)),
-)
-def test_greedy_with_processors_equals_hugging_face(
-    options: dict[str, Any], tiny_target: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs = in_float64(tiny_target, make_inputs(tiny_target))
-    eos = greedy_text(tiny_target, inputs, LENGTH)[4]  # one that the answer contains
-    tiny_target.eos_token_ids = tiny_target.model.generation_config.eos_token_id = [eos]
-    expected = greedy_text(tiny_target, inputs, LENGTH, **options)
-    draft = sage.new_draft(tiny_target, seed=0)
-    monkeypatch.setattr(generation, "new_session", lambda *_: OracleSession(expected, tiny_target.vocab_size, 0))
-    for policy in sage.POLICIES:
-        out = sage.generate(tiny_target, draft, inputs, policy=policy, max_new_tokens=LENGTH, **options)
-        assert out.tokens.tolist() == expected, policy
 
 
 @pytest.mark.slow

@@ -75,15 +75,6 @@ class TestEagle3:
     def draft(self, target: sage.Target, vocabulary: torch.Tensor | None = None) -> Eagle3Draft:
         return random_draft(target, "eagle3", seed=0, vocabulary=vocabulary)
 
-    def test_decodes_losslessly_with_complete_and_reduced_vocabulary(
-        self, tiny_target: sage.Target, vocabulary: torch.Tensor
-    ) -> None:
-        inputs = in_float64(tiny_target, make_inputs(tiny_target))
-        expected = sage.generate(tiny_target, None, inputs, policy="autoregressive", max_new_tokens=16).tokens
-        for ids in (None, vocabulary):
-            out = sage.generate(tiny_target, self.draft(tiny_target, ids), inputs, policy="static", max_new_tokens=16)
-            assert torch.equal(out.tokens, expected)
-
     def test_drafts_only_tokens_of_the_draft_vocabulary(self, tiny_qwen: sage.Target, vocabulary: torch.Tensor) -> None:
         draft = self.draft(tiny_qwen, vocabulary)
         assert torch.equal(draft.token_map, vocabulary)

@@ -11,10 +11,8 @@ import pytest
 import torch
 from support.data_helpers import save_target
 from support.messages import check_message, exit_code, refused
-from support.models import MAKERS, greedy_text, in_double, make_inputs, make_qwen, random_draft
-from support.processors import image_part, make_processor, random_image, user
+from support.models import make_inputs, make_qwen, random_draft
 from support.toy_helpers import make_policy
-from transformers import LogitsProcessor, LogitsProcessorList
 
 import sage
 from sage.commands import cli
@@ -22,49 +20,6 @@ from sage.commands.generate import _generate, main, parse_args
 from sage.targets.tree_passes import TreePass
 
 LENGTH = 10
-
-
-@pytest.fixture(scope="module", params=MAKERS)
-def ready(request: pytest.FixtureRequest) -> tuple[sage.Target, Any]:
-    """A target in float64 with a processor, and its draft."""
-    target = MAKERS[request.param]()
-    target.model.double()
-    target = sage.Target(target.model, make_processor(target))
-    return target, random_draft(target, seed=0)
-
-
-def messages(kind: str) -> list[dict[str, Any]]:
-    video: dict[str, Any] = {"type": "video", "video": [random_image(8, 8, number) for number in range(4)]}
-    turns = {
-        "text": user("no image"),
-        "several": user(image_part(8, 8), image_part(16, 8), "which?", image_part(9, 31)),
-        "tall": user(image_part(3, 90), "look"),
-        "frames": user(video, "what happens?"),
-        "both": user(image_part(16, 8), video, "compare"),
-    }
-    return turns[kind]
-
-
-class Shifted(LogitsProcessor):
-    """Favors the token after the last one of the prefix, a rule that depends on each node's path."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.clone()
-        scores[torch.arange(len(scores)), (input_ids[:, -1] + 1) % 60] += 2.0
-        return scores
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["text", "several", "tall", "frames", "both"])
-def test_every_kind_of_prompt_gives_hugging_faces_text(ready: tuple[sage.Target, Any], kind: str) -> None:
-    target, draft = ready
-    inputs = in_double(target.prepare(messages(kind)))
-    for processors in (LogitsProcessorList(), LogitsProcessorList([Shifted()])):
-        expected = greedy_text(target, inputs, LENGTH, logits_processor=processors)
-        options = {"max_new_tokens": LENGTH, "logits_processor": processors}
-        for policy in ("static", "cost_aware"):
-            out = sage.generate(target, draft, inputs, policy=make_policy(policy, {}), **options)
-            assert out.tokens.tolist() == expected, (policy, len(processors))
 
 
 @pytest.mark.parametrize("policy", sage.POLICIES)

@@ -13,7 +13,7 @@ import torch
 import transformers
 from support.data_helpers import assistant, train_step
 from support.family_passes import TREE, between_media, hidden_states, paths, tree, use_cuda_layouts
-from support.models import OracleSession, cut, greedy_text, in_double, random_draft, text_sizes
+from support.models import OracleSession, greedy_text, in_double, random_draft, text_sizes
 from support.pass_helpers import call_again
 from support.processors import byte_tokenizer_of, image_part, random_image, user
 from support.toy_helpers import make_policy
@@ -25,8 +25,6 @@ from checkpoints.export.exporter import ExportOptions, export
 from data_prep.chat import segments
 from data_prep.conversation import Message
 from sage.decoding import generation
-from sage.drafts.draft import new_session
-from sage.drafts.spans import HeadInput
 from sage.inputs.format import InputFormat, Inputs
 from sage.inputs.processing import Processor
 from sage.inputs.video import VideoSize
@@ -336,26 +334,6 @@ class FamilySuite:
         out = sage.generate(target, draft, inputs, make_policy(*POLICY), max_new_tokens=NEW_TOKENS)
         assert out.tokens.tolist() == expected
         assert any(heads > 1 for _, heads, *_ in shapes)
-
-    def test_drafts_unroll_as_they_decode(self, target: sage.Target) -> None:
-        """Rows of the unrolled pass equal a session that has read up to them and drafts the next tokens of the text."""
-        inputs = self.longest(target)
-        draft, prompt = random_draft(target, "eagle3", seed=3), target.embed(inputs)
-        features, tokens = target.features(prompt, draft.levels), inputs["input_ids"][0]
-        with torch.no_grad():
-            unrolled = draft.unroll(
-                HeadInput(prompt.embeds[:, 1:], draft.fuse(features)[:, :-1], prompt.position_ids[..., :-1]), STEPS
-            )
-        root = len(tokens) - STEPS - 1
-        kept = torch.arange(root + 1)
-        known = prompt.at(kept)
-        known.next_position = target.embed(cut(inputs, root + 1)).next_position
-        session = new_session(draft, target, 256)
-        session.prefill(known, features.at(kept), tokens[root + 1 : root + 2])
-        for step in range(STEPS):
-            if step:
-                session.expand(torch.tensor([0]), tokens[root + 1 + step : root + 2 + step])
-            torch.testing.assert_close(unrolled[step][0, root], session.hidden[0], atol=1e-10, rtol=1e-10)
 
     def test_every_kind_of_draft_is_trained(self, target: sage.Target) -> None:
         """A smaller model of the family as well, whose features are the target's where it has all its layers."""

@@ -81,22 +81,6 @@ def test_every_choice_composes_validates_and_builds(row: list[str], monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("words", "max_length", "micro_batch_size"),
-    [
-        (["target=qwen2_5_vl_7b"], 18_432, 1),  # a photo of 4000 x 3000: 15,301 tokens
-        (["target=llava_onevision_0_5b"], 8_192, 2),  # 1920 x 1080: 7,269 tokens
-        (["target=qwen2_5_vl_7b", "data.max_length=4096"], 4_096, 4),
-        (["target.path=Own/Model"], 4_096, 4),
-    ],
-)
-def test_the_longest_example_follows_from_the_images_of_the_family(
-    words: list[str], max_length: int, micro_batch_size: int
-) -> None:
-    config = compose("config", ["data=messages", *words], Config)
-    assert (config.data.max_length, config.train.micro_batch_size) == (max_length, micro_batch_size)
-
-
-@pytest.mark.parametrize(
     ("draft", "path", "data", "objective", "name"),
     [
         ("eagle", None, "pocket", "eagle", "T-eagle-pocket"),
@@ -112,17 +96,22 @@ def test_the_name_tells_runs_apart_by_data_and_objective(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "lr", "batch"),
+    ("words", "lr", "batch", "max_length", "micro_batch"),
     [
-        (["target=pocket_qwen2_5_vl"], 8e-3, 16),
-        (["target=qwen2_5_vl_7b"], 8e-5, 128),
-        (["target=qwen2_5_vl_7b", "optim=adamw_cosine", "optim.lr=1e-3"], 1e-3, 128),
-        (["target.path=Own/Model"], 8e-5, 128),  # a hub id: its width is unknown
+        (["target=pocket_qwen2_5_vl"], 8e-3, 16, None, None),
+        (["target=qwen2_5_vl_7b"], 8e-5, 128, 18_432, 1),  # a photo of 4000 x 3000: 15,301 tokens
+        (["target=llava_onevision_0_5b"], None, None, 8_192, 2),  # 1920 x 1080: 7,269 tokens
+        (["target=qwen2_5_vl_7b", "data.max_length=4096", "optim=adamw_cosine", "optim.lr=1e-3"], 1e-3, 128, 4_096, 4),
+        (["target.path=Own/Model"], 8e-5, 128, 4_096, 4),  # a hub id: its width and its images are unknown
     ],
 )
-def test_training_defaults_suit_the_target(overrides: list[str], lr: float, batch: int) -> None:
-    config = compose("config", overrides, Config)
-    assert (config.optim.lr, config.train.global_batch_size) == (lr, batch)
+def test_training_defaults_suit_the_target_and_its_images(
+    words: list[str], lr: float | None, batch: int | None, max_length: int | None, micro_batch: int | None
+) -> None:
+    config = compose("config", ["data=messages", *words], Config)
+    found = (config.optim.lr, config.train.global_batch_size, config.data.max_length, config.train.micro_batch_size)
+    for value, expected in zip(found, (lr, batch, max_length, micro_batch), strict=True):
+        assert expected in (None, value)
 
 
 def numeric_keys(settings: Any, key: str = "") -> Iterator[tuple[Any, str, str]]:
