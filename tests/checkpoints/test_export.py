@@ -220,9 +220,7 @@ class TestReload:
             export_draft(draft, tmp_path / "out")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["draft"]
 
-    def test_export_with_other_outputs_is_discarded(
-        self, target: sage.Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_export_with_other_outputs_is_discarded(self, target, tmp_path, monkeypatch):
         """Names, shapes and value ranges are valid; only two tensors are swapped."""
 
         def swapped(tensors: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
@@ -306,9 +304,7 @@ def intact(folder: Path) -> bytes:
 
 @pytest.mark.parametrize("error", [Crash(), OSError(28, "No space left on device")], ids=["crash", "full disk"])
 @pytest.mark.parametrize("step", ["save_file", "check_reload", "write_text"])
-def test_an_interrupted_export_leaves_the_existing_one(
-    exports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
-) -> None:
+def test_an_interrupted_export_leaves_the_existing_one(exports, tmp_path, monkeypatch, step, error):
     """The faults of `new_folder`, by which it is written, are those of test_store.py, at every system call."""
     draft, out = exports / "eagle3-draft", tmp_path / "place" / "out"
     old = intact(export_draft(draft, out, dtype=torch.float32).folder)

@@ -257,9 +257,7 @@ def test_third_party_drafts_are_compared_with_a_given_target(exports: Path, tmp_
         ("native", TARGET_IDS, native(target_layer_ids=[2, 6, 9]), "speculators"),
     ],
 )
-def test_defaults_of_the_other_convention_are_a_warning(
-    exports: Path, tmp_path: Path, target: sage.Target, name: str, where: str, damage: Damage, source: str
-) -> None:
+def test_defaults_of_the_other_convention_are_a_warning(exports, tmp_path, target, name, where, damage, source):
     """A third-party folder does not say what it was trained with; its levels may be those of the other convention."""
     folder = copy_export(exports / name, tmp_path / "theirs")
     (folder / "sage_export.json").unlink()

@@ -276,9 +276,7 @@ class TestOptions:
         assert draft.levels == (1, 2) and (draft.config.rope_theta, draft.config.scaled_rope) == (10000.0, None)
 
     @pytest.mark.parametrize(("name", "levels"), [("eagle3", (0, 1)), ("plain", (0, 1, 2)), ("peagle", (1, 2))])
-    def test_levels_of_another_number_are_refused(
-        self, exports: Path, target: sage.Target, name: str, levels: tuple[int, ...]
-    ) -> None:
+    def test_levels_of_another_number_are_refused(self, exports, target, name, levels):
         with refused("--levels", str(list(levels)), "levels"):
             read_draft(exports / name, TargetFacts.of_folder(str(target.name)), ImportOptions(levels=levels))
 

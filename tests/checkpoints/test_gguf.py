@@ -84,9 +84,7 @@ def draft(target: sage.Target, tmp_path: Path) -> Path:
     return save_draft(tmp_path / "draft", target, vocabulary=REDUCED)
 
 
-def test_the_converted_file_lies_beside_an_export_that_others_read(
-    draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_converted_file_lies_beside_an_export_that_others_read(draft, tmp_path, monkeypatch, capsys):
     home, out = llama_cpp(tmp_path / "llama.cpp"), tmp_path / "out"
     monkeypatch.setattr("sys.argv", ["sage-export", str(draft), "--format", "gguf", "--converter", home, "--out", str(out)])
     with pytest.raises(SystemExit, match="0"):
@@ -100,9 +98,7 @@ def test_the_converted_file_lies_beside_an_export_that_others_read(
 
 
 @pytest.mark.parametrize(("form", "kind"), [("native", "dflash"), ("dspark", "dspark")])
-def test_one_pass_drafts_are_converted_from_the_layouts_that_llama_cpp_reads(
-    target: sage.Target, tmp_path: Path, form: str, kind: str
-) -> None:
+def test_one_pass_drafts_are_converted_from_the_layouts_that_llama_cpp_reads(target, tmp_path, form, kind):
     _, config, vocabulary, *_ = EXPORTS[form]
     draft = save_draft(tmp_path / "draft", target, "block", vocabulary=vocabulary, **config)
     export_draft(draft, tmp_path / "out", "gguf", converter=llama_cpp(tmp_path / "llama.cpp"))

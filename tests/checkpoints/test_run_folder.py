@@ -171,9 +171,7 @@ def test_corrupt_files_are_named(tmp_path: Path) -> None:
 # -- the lock ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_another_process_trains_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_another_process_trains_is_refused(tmp_path, monkeypatch, caplog):
     """Until that process ends, also by SIGKILL."""
     monkeypatch.setattr(run_folder, "WAIT_S", 0)
     script = (
@@ -193,9 +191,7 @@ def test_a_run_that_another_process_trains_is_refused(
 
 
 @pytest.mark.parametrize("error", [NotImplementedError("no flock"), OSError(37, "No locks available")])
-def test_a_file_system_without_locks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
-) -> None:
+def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog, error):
     caplog.set_level("INFO", "checkpoints")
 
     def failing(self: Any, **_: Any) -> None:

@@ -66,9 +66,7 @@ def test_the_page_marks_rounds_that_emit_the_same_tokens_otherwise() -> None:
         ([GOOD, GOOD, WORSE], "token", False, ("engine bad", "version and settings")),
     ],
 )
-def test_the_verdict_is_what_is_bad_and_its_remedy(
-    rows: list[Answers], trained_with: str, has_fault: bool, parts: tuple[str, ...]
-) -> None:
+def test_the_verdict_is_what_is_bad_and_its_remedy(rows, trained_with, has_fault, parts):
     (line,) = verdict(rows, "token", trained_with, has_fault)
     check_message(line, *parts)
 
@@ -182,9 +180,7 @@ class TestCommand:
         assert page.count("<article ") == page.count("<img ") == 2 and "All good" in page
         assert ' differs"' not in page.partition("<article ")[2]
 
-    def test_other_forms_of_the_target(
-        self, home: Path, sage_export: Any, fake_process: type[FakeEngine], tmp_path: Path
-    ) -> None:
+    def test_other_forms_of_the_target(self, home, sage_export, fake_process, tmp_path):
         """A target with an adapter is given merged; one quantized at load is refused."""
         run = shutil.copytree(home / "run", tmp_path / "run")
         command = (run, "--serve-check", home / "export", "--engine-python", PYTHON, "--num-prompts", 1, "--max-new-tokens", 4)
@@ -197,9 +193,7 @@ class TestCommand:
             edit_json(run / "draft" / "config.json", lambda config: config["target"].pop("quantize", None))
         assert sage_export(*command, *page, "--target", target_of(home / "run" / "draft", ""))[0] == 0
 
-    def test_a_known_fault_of_the_engine(
-        self, home: Path, sage_export: Any, fake_process: type[FakeEngine], tmp_path: Path
-    ) -> None:
+    def test_a_known_fault_of_the_engine(self, home, sage_export, fake_process, tmp_path):
         fake_process.is_faulty = True
         path = tmp_path / "checks" / "page.html"
         code, out, err = self.check(home, sage_export, "--page", path)
@@ -225,9 +219,7 @@ class TestCommand:
         (log,) = tmp_path.glob("sage-serve-check-*.log")
         assert "Traceback" in log.read_text() and str(log) in last
 
-    def test_refused_before_anything_is_loaded(
-        self, home: Path, sage_export: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
+    def test_refused_before_anything_is_loaded(self, home, sage_export, monkeypatch, tmp_path):
         install_fake_vllm(tmp_path, monkeypatch, version="0.11.1")
         monkeypatch.setattr(sage, "load_target", None)
         for arguments, parts in (
@@ -240,9 +232,7 @@ class TestCommand:
 
 
 @pytest.mark.slow
-def test_a_family_that_needs_our_plugin(
-    targets: dict[str, sage.Target], sage_export: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_family_that_needs_our_plugin(targets, sage_export, monkeypatch, tmp_path):
     install_fake_vllm(tmp_path, monkeypatch)
     monkeypatch.setattr("train.serve_check.vllm_process.PLUGIN", "stand-in")  # this interpreter may have the real one
     draft, out = save_draft(tmp_path / "draft", targets["llava_onevision"]), tmp_path / "out"
@@ -277,9 +267,7 @@ CHECK = ("run", "--serve-check", "export", "--engine-python")
         (("run", "--format", "eagle3", "--out", "o", "--num-prompts", 3), ("--num-prompts", "--serve-check")),
     ],
 )
-def test_bad_options_are_refused_in_one_line(
-    home: Path, sage_export: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[Any, ...], parts: tuple[str, ...]
-) -> None:
+def test_bad_options_are_refused_in_one_line(home, sage_export, monkeypatch, arguments, parts):
     monkeypatch.chdir(home)
     code, _, err = sage_export(*arguments)
     assert code == 2 and err.count("\n") == 1

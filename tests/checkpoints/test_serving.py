@@ -85,9 +85,7 @@ TEXT_TARGETS = [(MistralConfig, {"sliding_window": None}, ["vLLM"]), (LlamaConfi
 
 
 @pytest.mark.parametrize(("config", "options", "engines"), TEXT_TARGETS, ids=["mistral", "llama"])
-def test_a_text_target_is_served_by_the_engines_of_its_family(
-    config: Any, options: dict[str, Any], engines: list[str], tmp_path: Path
-) -> None:
+def test_a_text_target_is_served_by_the_engines_of_its_family(config, options, engines, tmp_path):
     """It has no image positions that an engine could feed differently."""
     target = sage.Target(AutoModelForCausalLM.from_config(config(**text_sizes(), **options)))
     target.model.save_pretrained(tmp_path / "target")

@@ -150,9 +150,7 @@ def test_later_corrupt_states_are_removed_by_the_next_save(tmp_path: Path) -> No
         (lambda folder: edit(folder, lambda manifest: manifest.update(step=3)), ("step 3", "step_00000002")),
     ],
 )
-def test_corrupt_state_is_named_and_the_previous_one_is_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, corrupt: Callable[[Path], object], parts: tuple[str, ...]
-) -> None:
+def test_corrupt_state_is_named_and_the_previous_one_is_used(tmp_path, caplog, corrupt, parts):
     store = StateStore(tmp_path)
     good, bad = save(store, 1), save(store, 2)
     corrupt(bad)

@@ -36,9 +36,7 @@ def test_targets_are_those_of_the_families_that_need_it() -> None:
 
 
 @pytest.mark.parametrize(("release", "is_known"), [("0.32.0", True), ("0.32.1.post2", True), ("0.33.0", False), ("", False)])
-def test_a_release_that_is_not_known_is_not_changed(
-    release: str, is_known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_release_that_is_not_known_is_not_changed(release, is_known, monkeypatch, caplog):
     registered: dict[str, str] = {}
     vllm: Any = ModuleType("vllm")
     vllm.ModelRegistry = SimpleNamespace(register_model=registered.__setitem__)
@@ -59,9 +57,7 @@ def test_a_release_that_is_not_known_is_not_changed(
         check_message(line, "sage-draft", f"vLLM {release} is unknown", "changes nothing", "0.32")
 
 
-def test_drafted_tokens_are_stored_at_their_index_not_at_their_rope_position(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_drafted_tokens_are_stored_at_their_index_not_at_their_rope_position(monkeypatch, caplog):
     def update(*, positions_1d: Tensor, seq_lens: Tensor, out_clamped_positions: Tensor, out_slots: Tensor) -> None:
         out_slots.copy_(positions_1d + 1)
         out_clamped_positions.copy_(positions_1d + 1)

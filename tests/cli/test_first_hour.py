@@ -84,9 +84,7 @@ def test_wrong_types_are_named_with_the_right_one(ask: Any, parts: list[str], ta
 
 
 @pytest.mark.parametrize("forced", ["", "1"])
-def test_drafted_text_is_colored_where_the_stream_has_colors(
-    forced: str, target: sage.Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_drafted_text_is_colored_where_the_stream_has_colors(forced, target, monkeypatch, capsys):
     """And --explain draws its trees. The draft is the target itself, so all of its tokens are accepted."""
     monkeypatch.setenv("FORCE_COLOR", forced)
     monkeypatch.setattr(generate, "_load", lambda args: (target, ModelDraft(target, target)))
@@ -97,9 +95,7 @@ def test_drafted_text_is_colored_where_the_stream_has_colors(
     assert shown.err.count("└─ * ") >= 5
 
 
-def test_ctrl_c_ends_the_line_and_reports_what_was_decoded(
-    target: sage.Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_ends_the_line_and_reports_what_was_decoded(target, monkeypatch, capsys):
     decode = answers.decode
 
     def interrupted(request: Any) -> Any:
@@ -122,9 +118,7 @@ def test_ctrl_c_ends_the_line_and_reports_what_was_decoded(
     )
 
 
-def test_ctrl_c_while_a_command_imports_its_modules(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_while_a_command_imports_its_modules(monkeypatch, capsys):
     monkeypatch.setattr(scripts, "import_module", lambda name: signal.default_int_handler(2, None))
     with pytest.raises(SystemExit) as ended:
         scripts.run_script("sage-train")

@@ -121,9 +121,7 @@ def corrupt_run(target: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", ["sage-generate", "sage-validate", "sage-export", "sage-serve", "sage-bench"])
-def test_commands_find_the_draft_of_a_run_and_refuse_a_corrupt_one(
-    corrupt_run: Path, target: Path, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_find_the_draft_of_a_run_and_refuse_a_corrupt_one(corrupt_run, target, command, capsys):
     draft, models = corrupt_run / "draft", ["--target", target, "--draft", corrupt_run]
     main, arguments = {
         "sage-generate": (sage_generate, [*models, "--prompt", "Hi"]),

@@ -174,9 +174,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.slow
-def test_interrupted_regeneration_exits_with_3_once_answers_are_saved(
-    regeneration: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_regeneration_exits_with_3_once_answers_are_saved(regeneration, tmp_path, monkeypatch, capsys):
     """After Ctrl-C and after SIGTERM; the signal handlers are restored."""
     out = tmp_path / "own.jsonl"
     before = signal.getsignal(signal.SIGTERM)
@@ -218,14 +216,7 @@ SERVED = ["action=regenerate", "out=a.jsonl", "regenerate.server=http://127.0.0.
         (SERVED, "regenerate.server: the server: no connection"),
     ],
 )
-def test_invalid_arguments_are_one_line_and_exit_code_2(
-    words: list[str],
-    part: str,
-    target_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_invalid_arguments_are_one_line_and_exit_code_2(words, part, target_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").write_text("{}\n")
     assert command(f"target.path={target_folder}", *words) == 2

@@ -53,9 +53,7 @@ class TestCommand:
         assert sage_export("--inspect", tmp_path / "bad")[0] == 2
 
     @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left")])
-    def test_full_disk(
-        self, home: Path, tmp_path: Path, sage_export: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
-    ) -> None:
+    def test_full_disk(self, home, tmp_path, sage_export, monkeypatch, error):
         def full(*_: Any, **__: Any) -> None:
             raise error
 
@@ -96,9 +94,7 @@ class TestCommand:
             (("--import", "export", "--out", "o", "--target", "target", "--levels", "a"), ("--levels a", "2,14,25")),
         ],
     )
-    def test_errors_are_one_line(
-        self, home: Path, sage_export: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], parts: tuple[str, ...]
-    ) -> None:
+    def test_errors_are_one_line(self, home, sage_export, monkeypatch, arguments, parts):
         monkeypatch.chdir(home)
         code, _, err = sage_export(*arguments)
         assert code == 2

@@ -88,9 +88,7 @@ def test_fault_of_the_chat_template_does_not_suggest_skipping(images: Path, tmp_
     ("name", "cache"),
     [(name, Cache.rows) for name in INVALID] + [(name, Cache.examples) for name in ("truncated JPEG", "wrong role")],
 )
-def test_invalid_item_is_refused_with_file_index_and_reason_or_skipped_and_listed(
-    name: str, cache: Cache, images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_invalid_item_is_refused_with_file_index_and_reason_or_skipped_and_listed(name, cache, images, tmp_path, caplog):
     """Both if the row and if only the pixels are invalid."""
     line, parts = INVALID[name]
     settings = config(tmp_path, images, [GOOD, GOOD, line, GOOD, GOOD], cache=cache)

@@ -52,9 +52,7 @@ def test_top_level_keys_are_defaults_of_the_sources() -> None:
     assert config.resolved(Split.validation) == {"v": SourceConfig(kind="gqa")}
 
 
-def test_a_kind_is_a_module_and_an_entry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kind_is_a_module_and_an_entry(tmp_path, monkeypatch, capsys):
     """That of the example."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
     monkeypatch.setitem(KINDS, "sums", Kind("custom_source", ("path",)))

@@ -108,9 +108,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return urls
 
 
-def test_missing_repository_is_requested_once_and_never_offline(
-    requests: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_repository_is_requested_once_and_never_offline(requests, tmp_path, monkeypatch):
     name, options = "owner/missing", {"error": HubUnreachable}
     with refused(f"target: {name}", constants.ENDPOINT, "HF_HOME", "HF_HUB_OFFLINE=1", **options):
         sage.load_target(name)

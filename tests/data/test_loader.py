@@ -57,9 +57,7 @@ def tokens_of(steps: list[list[list[str]]], lengths: np.ndarray) -> list[list[in
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 50), st.integers(1, 6), st.integers(1, 5), st.integers(0, 3), st.integers(0, 9))
-def test_grouping_keeps_every_example_of_an_epoch_and_its_window(
-    size: int, step: int, window: int, epoch: int, seed: int
-) -> None:
+def test_grouping_keeps_every_example_of_an_epoch_and_its_window(size, step, window, epoch, seed):
     generator = np.random.default_rng(seed)
     order, lengths, first = generator.permutation(size), generator.integers(1, 9, size), epoch * size
     found = group_by_length(order, lengths, first, step, window, seed)

@@ -225,9 +225,7 @@ def rows(folder: Path, *conversations: Any, **changes: Any) -> DataConfig:
 
 
 @pytest.mark.parametrize("cache", list(Cache))
-def test_long_examples_are_counted_apart_from_invalid_ones(
-    cache: Cache, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_long_examples_are_counted_apart_from_invalid_ones(cache, tmp_path, caplog):
     listing = tmp_path / "bad.jsonl"
     limits = {"max_length": 100, "cache": cache, "on_bad": OnBad.skip, "bad_list": str(listing)}
     config = rows(tmp_path, SHORT, SHORT[:1], TWO_TURNS, ONE_LONG, **limits)
@@ -297,9 +295,7 @@ def media_rows(folder: Path) -> list[dict[str, Any]]:
     ("max_length", "on_long"), [(None, OnLong.turn), (90, OnLong.turn), (90, OnLong.drop), (75, OnLong.cut)]
 )
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
-def test_lengths_are_those_of_the_built_examples(
-    family: str, max_length: int | None, on_long: OnLong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lengths_are_those_of_the_built_examples(family, max_length, on_long, tmp_path, monkeypatch):
     """Dropped examples have the length of the next, which takes their place; no pixel of an image is decoded."""
     (tmp_path / "rows.json").write_text(json.dumps(media_rows(tmp_path)))
     source = SourceConfig(kind="llava_json", path=str(tmp_path / "rows.json"))

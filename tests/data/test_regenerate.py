@@ -154,7 +154,7 @@ def test_many_answers_run_compiled(num_answers: int, mode: PassMode, monkeypatch
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_the_decoder(tmp_path: Path) -> None:
+def test_answers_do_not_depend_on_draft_and_batch_but_on_the_temperature(tmp_path: Path) -> None:
     target = make_target("qwen2_5_vl")
     target.lm_head.weight.data[:64] = 0  # special tokens are never generated, as by a trained target
     target.eos_token_ids = list(range(64, len(target.processor.tokenizer), 2))  # a random target then ends soon
@@ -162,13 +162,8 @@ def test_answers_are_those_of_the_decoder(tmp_path: Path) -> None:
     settings = RegenerateConfig(max_new_tokens=40, batch_size=1)
     out = tmp_path / "own.jsonl"
     assert regenerate_data(config, target, None, settings, "train", out).is_merged
-    greedy = rows(out)
-    dataset = build_dataset(config, target.processor)
-    assert len(greedy) + len(rows(skipped_path(out))) == 3
-    for row in greedy:
-        prompt = dataset.conversation(row["position"]).messages[:1]
-        answer = sage.generate(target, None, target.prepare(prompt), policy="autoregressive", max_new_tokens=40)
-        assert row["messages"][1]["content"][0]["text"] == answer.text
+    greedy = rows(out)  # whose answers are the target's: tests/targets/test_text.py
+    assert greedy and len(greedy) + len(rows(skipped_path(out))) == 3
     draft = sage.new_draft(target, "eagle")
     with_draft = tmp_path / "with_draft.jsonl"
     draft.save_pretrained(tmp_path / "draft")

@@ -103,9 +103,7 @@ def test_rows_are_those_of_a_decoder(concurrency: int, server: ChatServer, expec
     assert len(server.prompts) == 2 * (NUM - 1)
 
 
-def test_request_states_every_option_that_determines_the_answer(
-    server: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_states_every_option_that_determines_the_answer(server, tmp_path, monkeypatch):
     monkeypatch.setattr(PROCESSOR.family, "template_arguments", {"enable_thinking": False})  # of a hybrid thinking model
     run(tmp_path / "out.jsonl", server.url, temperature=0.5, top_k=7, top_p=0.9, concurrency=1)
     first, second = server.prompts[:2]
@@ -155,9 +153,7 @@ def test_passing_faults_are_retried(name: str, server: ChatServer, expected: dic
     assert len(server.prompts) == 3 * 2 * (NUM - 1)
 
 
-def test_storm_of_refusals_ends_the_run_and_keeps_the_work(
-    server: ChatServer, expected: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_storm_of_refusals_ends_the_run_and_keeps_the_work(server, expected, tmp_path):
     out = tmp_path / "out.jsonl"
     server.fault = lambda number, body: SLOW_DOWN if len(server.prompts) > 10 else None
     with refused("regenerate.server", "3 attempts", "429 Too Many Requests: slow down", "same command", error=ServerError):
@@ -197,9 +193,7 @@ def test_request_that_fails_every_time_is_listed_and_the_others_are_answered(ser
     check_message(failed["reason"], "chats: item 2 (id c2): answer 1", "3 attempts failed")
 
 
-def test_refused_request_is_listed_and_not_retried(
-    server: ChatServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_refused_request_is_listed_and_not_retried(server, tmp_path, caplog):
     out = tmp_path / "out.jsonl"
     server.fault = lambda number, body: refusal("too long") if "seed" in body and "more" in str(body["messages"]) else None
     found = run(out, server.url)
@@ -334,9 +328,7 @@ def test_files_are_sent_as_they_are_unless_readers_differ(server: ChatServer, tm
 
 
 @pytest.mark.parametrize("place", ["elsewhere/a.png", "root/link.png", "root/../elsewhere/a.png", "root2/a.png"])
-def test_image_outside_the_media_root_is_never_sent(
-    place: str, server: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_image_outside_the_media_root_is_never_sent(place, server, tmp_path, monkeypatch):
     monkeypatch.setattr(answers_module, "NUM_SEARCHED", 2)
     for folder in ("root", "root2", "elsewhere"):
         (tmp_path / folder).mkdir()

@@ -76,9 +76,7 @@ def test_requests_that_join_and_leave_at_random_have_their_own_texts(family: str
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_requests_share_draft_passes_with_the_results_that_each_has_alone(
-    kind: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_share_draft_passes_with_the_results_that_each_has_alone(kind, tiny_qwen, monkeypatch):
     """Texts do not depend on drafts, so results are compared: of every pass of several requests with those of each alone."""
     draft = (
         sage.new_draft(tiny_qwen, kind, **OPTIONS[kind]) if kind == "model" else random_draft(tiny_qwen, kind, **OPTIONS[kind])
@@ -115,9 +113,7 @@ def test_a_round_makes_one_target_pass(tiny_qwen: sage.Target, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("fault", ["positions", "rows"])
-def test_negative_control_what_is_a_neighbours_gives_another_text(
-    fault: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_negative_control_what_is_a_neighbours_gives_another_text(fault, tiny_qwen, monkeypatch):
     """Positions, or the cache rows to write, in the order of another request."""
     draft, inputs = random_draft(tiny_qwen), some_inputs(tiny_qwen, 4)
     expected = [text_alone(tiny_qwen, draft, one, "chain", max_new_tokens=8) for one in inputs]
@@ -151,9 +147,7 @@ def test_a_request_that_fails_leaves_the_others_alone(tiny_qwen: sage.Target) ->
 
 
 @pytest.mark.slow
-def test_a_request_without_room_in_the_caches_fails_alone_and_frees_its_rows(
-    tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_without_room_in_the_caches_fails_alone_and_frees_its_rows(tiny_qwen, monkeypatch):
     draft, (first, second) = random_draft(tiny_qwen), some_inputs(tiny_qwen, 2)
     decoder = BatchDecoder(tiny_qwen, draft, 2)
     good = decoder.add(first, "chain", max_new_tokens=9)

@@ -61,9 +61,7 @@ def test_a_request_reads_them(measured: list[Any], tiny_qwen: sage.Target) -> No
 
 
 @pytest.mark.parametrize("what", ["threads", "passes", "dtype", "draft", "kind", "target", "context", "processor", "source"])
-def test_measured_again_where_something_differs(
-    what: str, measured: list[Any], tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_again_where_something_differs(what, measured, tiny_qwen, monkeypatch):
     target, context = tiny_qwen, 20
     known_costs(target, random_draft(target).eval(), context, 60)
     if what == "threads":
@@ -87,9 +85,7 @@ def test_measured_again_where_something_differs(
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_costs_that_other_programs_disturb_are_not_kept(
-    share: float, tiny_qwen: sage.Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_costs_that_other_programs_disturb_are_not_kept(share, tiny_qwen, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     start = time.perf_counter()
     monkeypatch.setattr(measure.time, "thread_time", lambda: share * (time.perf_counter() - start))

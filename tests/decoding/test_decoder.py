@@ -56,9 +56,7 @@ SHAPES = ("autoregressive", "chain", "sage", "cost_aware")  # no tree, paths, tr
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "heads", "policy"), AUDITED)
-def test_cache_equals_a_fresh_prefill_after_every_round(
-    make: Callable[..., sage.Target], heads: tuple[int, bool], policy: str, with_oracle: Callable[..., None]
-) -> None:
+def test_cache_equals_a_fresh_prefill_after_every_round(make, heads, policy, with_oracle):
     target = make(*heads)
     inputs = in_float64(target, make_inputs(target))
     with_oracle(greedy_text(target, inputs, LENGTH))
@@ -77,9 +75,7 @@ def test_cache_equals_a_fresh_prefill_after_every_round(
     assert max(run.stats.accepted) > 1
 
 
-def test_negative_control_cache_that_keeps_the_wrong_rows(
-    tiny_qwen: sage.Target, with_oracle: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_negative_control_cache_that_keeps_the_wrong_rows(tiny_qwen, with_oracle, monkeypatch):
     inputs = in_float64(tiny_qwen, make_inputs(tiny_qwen))
     expected = greedy_text(tiny_qwen, inputs, LENGTH)
     with_oracle(expected)
@@ -117,9 +113,7 @@ def test_length_limit_is_exact(policy: str, length: int, tiny_qwen: sage.Target,
 
 
 @pytest.mark.parametrize(("policy", "at"), list(zip(SHAPES, (0, 5, 0, 5), strict=True)))
-def test_eos_cuts_inside_an_accepted_path(
-    policy: str, at: int, tiny_llava: sage.Target, with_oracle: Callable[..., None]
-) -> None:
+def test_eos_cuts_inside_an_accepted_path(policy, at, tiny_llava, with_oracle):
     inputs = make_inputs(tiny_llava)
     answer = greedy_text(tiny_llava, inputs, LENGTH)
     tiny_llava.eos_token_ids = [answer[at]]
@@ -130,9 +124,7 @@ def test_eos_cuts_inside_an_accepted_path(
 
 
 @pytest.mark.parametrize(("length", "eos_at"), [(1, None), (3, 0), (3, None), (LENGTH, 5)])
-def test_drafted_marks_the_drafted_tokens_of_each_round(
-    length: int, eos_at: int | None, tiny_llava: sage.Target, with_oracle: Callable[..., None]
-) -> None:
+def test_drafted_marks_the_drafted_tokens_of_each_round(length, eos_at, tiny_llava, with_oracle):
     inputs = make_inputs(tiny_llava)
     answer = greedy_text(tiny_llava, inputs, LENGTH)
     tiny_llava.eos_token_ids = [] if eos_at is None else [answer[eos_at]]
@@ -189,27 +181,19 @@ def test_padding_changes_nothing(side: str, tiny_target: sage.Target) -> None:
 
 
 class TestRefusals:
-    def test_policy_without_a_draft(self, tiny_qwen: sage.Target) -> None:
+    def test_requests_that_cannot_be_decoded(self, tiny_qwen: sage.Target) -> None:
+        inputs, two = make_inputs(tiny_qwen), {"input_ids": torch.randint(2, 60, (2, 5))}
         with refused("draft", "chain"):
-            sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="chain")
-
-    def test_context_limit(self, tiny_qwen: sage.Target) -> None:
+            sage.generate(tiny_qwen, None, inputs, policy="chain")
         with refused("max_new_tokens", "600", "512", "496"):
-            sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", max_new_tokens=600)
-
-    def test_batch_size_two(self, tiny_qwen: sage.Target) -> None:
-        inputs = {"input_ids": torch.randint(2, 60, (2, 5))}
+            sage.generate(tiny_qwen, None, inputs, policy="autoregressive", max_new_tokens=600)
         with refused("inputs", "2"):
-            sage.generate(tiny_qwen, None, inputs, policy="autoregressive")
-
-    def test_streaming_without_a_processor(self, tiny_qwen: sage.Target) -> None:
+            sage.generate(tiny_qwen, None, two, policy="autoregressive")
         with refused("stream", "processor"):
-            next(sage.stream(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive"))
+            next(sage.stream(tiny_qwen, None, inputs, policy="autoregressive"))
 
     @pytest.mark.parametrize("policy", ["chain", "eagle2", "cost_aware"])
-    def test_nan_deep_in_the_draft_names_its_pass(
-        self, policy: str, tiny_qwen: sage.Target, with_oracle: Callable[..., None]
-    ) -> None:
+    def test_nan_deep_in_the_draft_names_its_pass(self, policy, tiny_qwen, with_oracle):
         """Only passes below the first level give NaN, as overflow in float16 can."""
         inputs = make_inputs(tiny_qwen)
         with_oracle(greedy_text(tiny_qwen, inputs, LENGTH))

@@ -82,9 +82,7 @@ def test_patch_embedding_is_a_matrix_product() -> None:
 @pytest.mark.parametrize(("dtype", "group"), [(torch.float64, 3), (torch.float32, 1)])
 @pytest.mark.parametrize(("queries", "keys"), [(5, 5), (3, 9), (1, 4)])
 @pytest.mark.parametrize("is_gpu", [True, False])
-def test_causal_attention_equals_a_masked_softmax(
-    dtype: torch.dtype, group: int, queries: int, keys: int, is_gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_causal_attention_equals_a_masked_softmax(dtype, group, queries, keys, is_gpu, monkeypatch):
     if is_gpu:
         monkeypatch.setattr(attention, "_takes_grouped_heads", lambda query: False)
         monkeypatch.setattr(attention, "_lower_right", lambda queries, keys, _: causal_lower_right(queries, keys))
@@ -197,16 +195,7 @@ class TestLoading:
          ("cuda", True, False, False, True, "sdpa"), ("cuda", True, False, True, False, "sdpa"),
          ("cuda", False, True, True, True, "sdpa"), ("cpu", True, True, True, False, "sdpa")],
     )  # fmt: skip
-    def test_auto(
-        self,
-        device: str,
-        is_half: bool,
-        is_installed: bool,
-        is_packed: bool,
-        is_ampere: bool,
-        expected: str,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+    def test_auto(self, device, is_half, is_installed, is_packed, is_ampere, expected, monkeypatch):
         monkeypatch.setattr(modes, "has_flash_attention", lambda: is_installed)
         assert resolve_attention(VisionAttention.auto, device, is_half, is_packed, is_ampere) == expected
 

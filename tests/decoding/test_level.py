@@ -77,9 +77,7 @@ def test_a_built_tree_equals_the_tree_grown_step_by_step(case: tuple[str, dict[s
 
 @few
 @given(policies, st.integers(0, 999), st.data())
-def test_any_ancestor_closed_selection_is_kept_and_no_other(
-    case: tuple[str, dict[str, Any]], seed: int, data: st.DataObject
-) -> None:
+def test_any_ancestor_closed_selection_is_kept_and_no_other(case, seed, data):
     builder, slow = grow(make(*case), seed, 5)
     keep = {0}
     for node in data.draw(st.sets(st.integers(0, len(slow) - 1))):

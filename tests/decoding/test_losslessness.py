@@ -161,9 +161,7 @@ def model(request: pytest.FixtureRequest) -> tuple[sage.Target, Any, dict[str, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_every_policy_gives_the_targets_own_text(
-    temperature: float, model: tuple[sage.Target, Any, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_policy_gives_the_targets_own_text(temperature, model, monkeypatch):
     """Greedy: the text of Hugging Face. Sampling: the text of the same seed without speculation."""
     target, draft, inputs = model
     options = {"max_new_tokens": LENGTH, "temperature": temperature, "seed": 5}

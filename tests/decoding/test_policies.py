@@ -108,9 +108,7 @@ class TestReferences:
 
     @few
     @given(seeds, sharpnesses, st.integers(2, 20), st.integers(2, 5), st.integers(1, 4), st.floats(0.1, 0.9), st.integers(1, 4))
-    def test_ddd(
-        self, seed: int, sharpness: float, total: int, depth: int, top_k: int, threshold: float, check_every: int
-    ) -> None:
+    def test_ddd(self, seed, sharpness, total, depth, top_k, threshold, check_every):
         options = {"total": total, "depth": depth, "top_k": top_k, "check_every": min(check_every, depth - 1)}
         check("ddd", dyadic_draft(seed, sharpness), eagle2_reference, threshold=threshold, **options)
 

@@ -165,9 +165,7 @@ def one_by_one(tokens: Sequence[int], most: int, eos: Collection[int], stop: Seq
     eos=st.frozensets(st.integers(0, 5), max_size=2),
     stop=st.lists(st.text("abcdef", min_size=1, max_size=3), max_size=2),
 )
-def test_stop_criterion_equals_checking_token_by_token(
-    rounds: list[list[int]], most: int, eos: frozenset[int], stop: list[str]
-) -> None:
+def test_stop_criterion_equals_checking_token_by_token(rounds, most, eos, stop):
     answer = StopCriterion(Sampling(max_new_tokens=most, stop=stop), eos, Letters())
     given_tokens: list[int] = []
     for tokens in rounds:

@@ -57,9 +57,7 @@ def test_processors_that_depend_on_the_prefix_upload_the_emitted_tokens(traffic:
         *((make, kind, "sage 1") for make, kind in ((make_qwen, "eagle3"), (make_llava, "near"))),
     ],
 )
-def test_equal_tokens_and_bounds_of_captured_passes(
-    traffic: Traffic, make: Any, kind: str, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_tokens_and_bounds_of_captured_passes(traffic, make, kind, case, monkeypatch):
     """The eager tokens of the CPU; synchronizations at most levels + 1. `case`: policy and temperature.
 
     A replay calls the function again, and attention in two parts the kernels of a GPU, imitated.

@@ -49,9 +49,7 @@ def chain_logits(session: SlotSession, first: Tensor, tokens: list[int]) -> Tens
 
 
 @pytest.mark.parametrize("form", SLOT_HEADS)
-def test_a_block_from_the_cache_is_the_block_of_training(
-    form: str, double: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_from_the_cache_is_the_block_of_training(form, double, monkeypatch):
     """In three rounds, with trees in between; also for an answer that the draft reads without images. One slot too far in the
     rope is the negative control."""
     inputs = in_double(make_inputs(double, length=22))
@@ -197,9 +195,7 @@ def test_rows_end_with_the_turn() -> None:
     ("form", "options"),
     [("mlp", {"confidence": True}), ("peagle", {}), ("peagle", {"compressor": {"kind": "pool", "ratio": 2}})],
 )
-def test_a_micro_batch_without_anchors_adds_zero_to_every_gradient(
-    form: str, options: dict[str, Any], double: sage.Target
-) -> None:
+def test_a_micro_batch_without_anchors_adds_zero_to_every_gradient(form, options, double):
     """Otherwise other ranks would wait for its gradients."""
     draft = slot_head(double, form, **options).double()
     student, teacher, pairs = student_of(double, draft, anchors=4)

@@ -191,9 +191,7 @@ class TestMistakes:
 
     @pytest.mark.parametrize("what", ["draft", "target"])
     @pytest.mark.parametrize("corruption", CORRUPTIONS)
-    def test_a_corrupt_folder_is_named_in_one_line(
-        self, tmp_path: Path, what: str, corruption: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_corrupt_folder_is_named_in_one_line(self, tmp_path, what, corruption, capsys):
         """A corrupt draft, a corrupt target, and a corrupt target used as a draft."""
         target = sage.load_target(save_target("qwen2_5_vl", tmp_path / "target"))
         random_draft(target).save_pretrained(tmp_path / "draft")

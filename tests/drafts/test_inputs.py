@@ -72,15 +72,11 @@ class TestCommand:
             (["--device-map", "{nothing"], ("--device-map", "JSON")),
         ],
     )
-    def test_mistakes_are_one_line_and_code_2(
-        self, folders: tuple[str, str], words: list[str], parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_mistakes_are_one_line_and_code_2(self, folders, words, parts, capsys):
         assert self.run(folders, *words) == 2
         check_message(capsys.readouterr().err.strip().splitlines()[-1], "error: ", *parts)
 
-    def test_default_dtype_is_fp32_on_a_cpu_and_that_of_the_checkpoint_elsewhere(
-        self, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_default_dtype_is_fp32_on_a_cpu_and_that_of_the_checkpoint_elsewhere(self, folders, monkeypatch):
         load, given = sage.load_target, []
 
         def recorded(*args: Any, **options: Any) -> sage.Target:
@@ -114,9 +110,7 @@ class TestCommand:
             check_message(capsys.readouterr().err, "error: ", message)
 
     @pytest.mark.parametrize("policy", ["sage", "cost_aware"])
-    def test_explain_says_why_for_every_round(
-        self, folders: tuple[str, str], policy: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_explain_says_why_for_every_round(self, folders, policy, capsys):
         assert self.run(folders, "--max-new-tokens", "8", "--explain", policy=policy) == 0
         shown = capsys.readouterr().err.splitlines()
         lines = [line for line in shown if line.startswith("round ")]

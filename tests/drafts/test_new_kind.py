@@ -164,9 +164,7 @@ def draft(tiny_qwen: sage.Target) -> Any:
 @pytest.mark.parametrize(
     ("policy", "mode"), [*((policy, "eager") for policy in sage.POLICIES), ("static", "compiled"), ("static", "captured")]
 )
-def test_it_decodes(
-    policy: str, mode: str, tiny_qwen: sage.Target, draft: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_it_decodes(policy, mode, tiny_qwen, draft, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     without_compiler(monkeypatch)
     capture_with(monkeypatch, call_again)
@@ -215,9 +213,7 @@ def test_it_is_planned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "mode"), [("bigram", "eager"), ("eagle", "compiled"), ("model", "captured")])
-def test_a_draft_does_not_outlive_its_use(
-    kind: str, mode: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_does_not_outlive_its_use(kind, mode, tiny_qwen, monkeypatch):
     """Nothing of the target refers to it, also after three validations."""
     without_compiler(monkeypatch)
     capture_with(monkeypatch, call_again)

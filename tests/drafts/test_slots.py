@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.accelerator import IS_SUPPORTED, Traffic, on_device
+from support.accelerator import IS_SUPPORTED, on_device
 from support.family_passes import Exported
 from support.messages import refused
 from support.models import SLOT_HEADS, VOCABULARY, make_inputs, slot_head
@@ -32,9 +32,7 @@ POLICIES = [name for name in sage.POLICIES if name != "autoregressive"]
 
 
 @pytest.mark.parametrize("form", slow_except(("mlp",), SLOT_HEADS))
-def test_every_policy_is_lossless_in_every_pass_mode(
-    form: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_policy_is_lossless_in_every_pass_mode(form, tiny_qwen, monkeypatch):
     """Greedy, and by seed with eager passes; trees are those of eager ones, and deeper ones stop at the end of the block."""
     without_compiler(monkeypatch)
     capture_with(monkeypatch, call_again)
@@ -55,9 +53,7 @@ def test_every_policy_is_lossless_in_every_pass_mode(
 
 @pytest.mark.parametrize("mode", [PassMode.captured, PassMode.compiled])
 @pytest.mark.parametrize("form", SLOT_HEADS)
-def test_rounds_of_other_modes_have_the_logits_of_eager_ones(
-    form: str, mode: PassMode, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_of_other_modes_have_the_logits_of_eager_ones(form, mode, tiny_qwen, monkeypatch):
     """A short prompt is read like accepted tokens, visual embeddings included. A graph is also run while it is captured, when
     its arguments are padding alone; no row of the cache may change then."""
     capture_with(monkeypatch, call_again)
@@ -119,9 +115,7 @@ def test_its_exported_functions_have_the_trees_of_eager_ones(tiny_qwen: sage.Tar
 @pytest.mark.skipif(not IS_SUPPORTED, reason="this torch cannot register a device type written in Python")
 @pytest.mark.parametrize("form", SLOT_HEADS)
 @pytest.mark.parametrize(("policy", "temperature"), [("static", 0.0), ("chain", 1.0)])
-def test_it_is_captured_on_a_device(
-    form: str, policy: str, temperature: float, traffic: Traffic, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_captured_on_a_device(form, policy, temperature, traffic, tiny_qwen, monkeypatch):
     """The host waits once for each level of the draft and once for the target."""
     capture_with(monkeypatch, call_again)
     draft, inputs = slot_head(tiny_qwen, form), make_inputs(tiny_qwen)
@@ -155,9 +149,7 @@ def test_costs_have_a_part_per_round_and_a_part_per_level(tiny_qwen: sage.Target
         ("peagle", {"feature_levels": None}, ("draft.feature_levels", "3 layers")),
     ],
 )
-def test_what_does_not_fit_is_refused(
-    form: str, options: dict[str, Any], parts: tuple[str, ...], tiny_qwen: sage.Target
-) -> None:
+def test_what_does_not_fit_is_refused(form, options, parts, tiny_qwen):
     given = {key: value for key, value in (SLOT_HEADS[form] | options).items() if value is not None}
     with refused(*parts):
         sage.new_draft(tiny_qwen, **given)

@@ -174,9 +174,7 @@ def test_prompts(shared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
             assert capsys.readouterr().err.count("pass over a prompt") == count
 
 
-def test_small_weights_are_not_part_of_the_code(
-    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_small_weights_are_not_part_of_the_code(own, monkeypatch, capsys):
     """Inductor writes up to 8 numbers into the code by default; a package serves any weights. A damaged file is
     compiled again.
     """

@@ -46,9 +46,7 @@ def test_a_merge_is_one_softmax(before: int) -> None:
 @pytest.mark.parametrize("before", [0, 3, 17, 50])
 @pytest.mark.parametrize("window", [None, 1, 4, 11, 40])
 @pytest.mark.parametrize(("nodes", "has_kernels"), [(1, True), (6, False), (6, True)])
-def test_a_pass_in_parts_is_a_masked_pass(
-    before: int, window: int | None, nodes: int, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_in_parts_is_a_masked_pass(before, window, nodes, has_kernels, monkeypatch):
     """A tree after `before` tokens, with two padding nodes and one padding row."""
     if has_kernels:
         use_gpu_kernels(monkeypatch, "cpu")
@@ -124,9 +122,7 @@ def test_kernels_are_compared_with_the_reference(monkeypatch: pytest.MonkeyPatch
         (torch.float16, 64, False, "compute capability 8.0"),
     ],
 )
-def test_the_condition_that_is_not_met_is_named(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, head_dim: int, has_flash: bool, reason: str
-) -> None:
+def test_the_condition_that_is_not_met_is_named(monkeypatch, dtype, head_dim, has_flash, reason):
     monkeypatch.setattr(prefix_attention, "has_flash_kernel", lambda device: has_flash)
     with pytest.warns(UserWarning, match=f"mask all keys.*{reason}"):
         assert reason in prefix_attention.why_masked(torch.device("cuda"), dtype, head_dim)

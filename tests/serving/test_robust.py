@@ -188,9 +188,7 @@ def test_a_client_that_leaves_frees_its_place_and_others_keep_their_text(server:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("slow")
-def test_a_full_queue_and_two_signals_to_stop(
-    new: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_queue_and_two_signals_to_stop(new, monkeypatch, capsys):
     exits: list[int] = []
     monkeypatch.setattr(server_module.os, "_exit", exits.append)
     with new(limits={"max_requests": 1, "queue": 1}) as server, ThreadPoolExecutor(1) as pool:
@@ -243,9 +241,7 @@ def connected(clients: ExitStack, server: Running, body: bytes = b"", length: in
     return found
 
 
-def test_connections_without_a_request_or_a_reader_end(
-    server: Running, clients: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_without_a_request_or_a_reader_end(server, clients, monkeypatch):
     monkeypatch.setattr(server_module, "IDLE_S", 1.0)
     monkeypatch.setattr(server.server.config, "limit_concurrency", 4)
     silent = [connected(clients, server) for _ in range(12)]
@@ -262,9 +258,7 @@ def test_connections_without_a_request_or_a_reader_end(
     wait_until(lambda: not any(not one.is_idle for one in server.server.server_state.connections))
 
 
-def test_a_place_is_reserved_before_a_body_is_read_and_all_bodies_have_one_budget(
-    new: Callable[..., Any], clients: ExitStack
-) -> None:
+def test_a_place_is_reserved_before_a_body_is_read_and_all_bodies_have_one_budget(new, clients):
     large = b" " * 900_000
     with new(limits={"max_requests": 1, "queue": 5, "max_body_mb": 1.0}, policy="autoregressive") as server:
         for _ in range(4):
@@ -280,9 +274,7 @@ def test_a_place_is_reserved_before_a_body_is_read_and_all_bodies_have_one_budge
         assert server.chat().status_code == 200
 
 
-def test_a_decoder_that_hangs_is_reported_and_does_not_keep_the_server(
-    new: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decoder_that_hangs_is_reported_and_does_not_keep_the_server(new, monkeypatch):
     goes_on = threading.Event()
     monkeypatch.setattr(scheduler, "HUNG_S", 0.1)
     with new(limits={"drain_seconds": 0.2}) as server, ThreadPoolExecutor(1) as pool:
@@ -350,9 +342,7 @@ def test_mistakes_of_the_command_line(words: str, message: str, capsys: pytest.C
     assert message in error and error.count("\n") == 1
 
 
-def test_options_of_a_file_are_those_of_the_command_line_which_counts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_of_a_file_are_those_of_the_command_line_which_counts(tmp_path, capsys):
     file = tmp_path / "serve.options"
     file.write_text("--target 'T'  # a comment\n--port=1\n--allowed-origins http://a,http://b\n--ignore-unknown-fields\n")
     args = command.parse_args(["--config", str(file), "--port", "2"])

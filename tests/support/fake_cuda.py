@@ -33,6 +33,12 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
         monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda on: self.calls.append(("enable_cudnn_sdp", on)))
+        empty = torch.empty
+
+        def empty_on_cpu(*size: object, device: object = None, **options: object) -> torch.Tensor:
+            return empty(*size, device="cpu" if "cuda" in str(device) else device, **options)
+
+        monkeypatch.setattr(torch, "empty", empty_on_cpu)
 
 
 def varlen_attn(

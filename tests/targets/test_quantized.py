@@ -140,9 +140,7 @@ def test_a_half_quantized_folder_is_refused(method: str, quantized: Callable[[st
 
 
 @pytest.mark.parametrize("method", LACKING)
-def test_a_missing_library_is_named(
-    method: str, quantized: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_is_named(method, quantized, monkeypatch):
     folder, library = quantized("llama", method), method.split()[0]
     monkeypatch.setattr(f"transformers.quantizers.quantizer_{LACKING[method]}.is_{library}_available", lambda: False)
     with refused("target: ", "pip install", library, "or give the model that is not quantized"):
@@ -157,9 +155,7 @@ AT_LOAD_FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {  # folder, metho
 
 
 @pytest.mark.parametrize("name", AT_LOAD_FAULTS)
-def test_mistakes_at_load_are_refused(
-    name: str, quantized: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_at_load_are_refused(name, quantized, monkeypatch):
     written, method, parts = AT_LOAD_FAULTS[name]
     folder = quantized("llama", written)
     monkeypatch.setattr(weights, "find_spec", lambda _: None)
@@ -190,9 +186,7 @@ def test_a_draft_is_for_one_quantization(method: str, base: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("given", [{}, {"quantize": "int8"}])
-def test_zero_does_not_shard_it(
-    given: dict[str, str], base: Path, quantized: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zero_does_not_shard_it(given, base, quantized, monkeypatch):
     monkeypatch.setattr(loading, "is_deepspeed_zero3_enabled", lambda: True)
     with refused("deepspeed.shard_target: ", f"does not shard quantized weights ({given.get('quantize', 'fp8')} in", "drop it"):
         sage.load_target(base if given else quantized("llama", "fine-grained"), **given)

@@ -186,9 +186,7 @@ def name_code(folder: Path, file: str, keys: dict[str, str], **changes: str) -> 
         ("preprocessor_config.json", {"AutoImageProcessor": "mine.Mine"}, {"image_processor_type": "Mine"}),
     ],
 )
-def test_code_of_a_target_is_not_run(
-    evil: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, keys: dict[str, str], changes: dict[str, str]
-) -> None:
+def test_code_of_a_target_is_not_run(evil, tmp_path, monkeypatch, file, keys, changes):
     """There is no interactive question either: it would block a batch job."""
 
     questions: list[object] = []

@@ -39,9 +39,7 @@ def loss_and_gradients(student: HeadStudent, teacher: Teacher, pairs: Any) -> tu
 
 
 @pytest.mark.parametrize(("kind", "compressor"), [("eagle", None), ("eagle3", None), ("eagle", {"kind": "pool", "ratio": 2})])
-def test_the_mean_over_all_draws_is_the_complete_objective(
-    kind: str, compressor: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mean_over_all_draws_is_the_complete_objective(kind, compressor, monkeypatch):
     """One anchor per sequence: loss and gradient averaged over every choice of it. With enough anchors, any draw is equal."""
     student, teacher, pairs = student_of(kind, None, compressor)
     expected = loss_and_gradients(student, teacher, pairs)

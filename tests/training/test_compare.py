@@ -146,9 +146,7 @@ def test_corrupt_reports_and_folders_without_a_run_or_a_step_are_refused(runs: l
         write_run_report(runs[1])
 
 
-def test_a_sweep_scores_its_runs_and_compares_them_with_failed_jobs(
-    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_scores_its_runs_and_compares_them_with_failed_jobs(runs, tmp_path, capsys):
     config = compose("config", [f"run.dir={runs[1]}"], Config)
     assert score_of_run(config) == 3.0
     config.launch.plan = True

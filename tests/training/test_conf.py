@@ -89,9 +89,7 @@ def test_every_choice_composes_validates_and_builds(row: list[str], monkeypatch:
         ("eagle3", "..", "folder", "", "T-eagle3-data"),
     ],
 )
-def test_the_name_tells_runs_apart_by_data_and_objective(
-    draft: str, path: str | None, data: str, objective: str, name: str
-) -> None:
+def test_the_name_tells_runs_apart_by_data_and_objective(draft, path, data, objective, name):
     assert run_name("T", draft, path, data, objective) == name
 
 
@@ -105,9 +103,7 @@ def test_the_name_tells_runs_apart_by_data_and_objective(
         (["target.path=Own/Model"], 8e-5, 128, 4_096, 4),  # a hub id: its width and its images are unknown
     ],
 )
-def test_training_defaults_suit_the_target_and_its_images(
-    words: list[str], lr: float | None, batch: int | None, max_length: int | None, micro_batch: int | None
-) -> None:
+def test_training_defaults_suit_the_target_and_its_images(words, lr, batch, max_length, micro_batch):
     config = compose("config", ["data=messages", *words], Config)
     found = (config.optim.lr, config.train.global_batch_size, config.data.max_length, config.train.micro_batch_size)
     for value, expected in zip(found, (lr, batch, max_length, micro_batch), strict=True):

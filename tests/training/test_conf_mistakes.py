@@ -76,9 +76,7 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("path", SWEEP_FILES, ids=lambda path: path.stem)
-def test_a_sweep_plugin_that_is_not_installed_is_named(
-    path: Path, in_empty_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_plugin_that_is_not_installed_is_named(path, in_empty_folder, capsys):
     if importlib.util.find_spec("hydra_plugins") is not None:
         pytest.skip("plugins of Hydra are installed")
     assert exit_code(main, "-m", f"sweep={path.stem}", "seed=1,2", "launch.plan=true") == 2
@@ -87,9 +85,7 @@ def test_a_sweep_plugin_that_is_not_installed_is_named(
 
 @pytest.mark.parametrize(("overrides", "parts"), WRONG.items(), ids=WRONG.keys())
 @pytest.mark.slow
-def test_mistakes_are_refused_by_name_with_exit_code_2(
-    overrides: str, parts: list[str], in_empty_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_refused_by_name_with_exit_code_2(overrides, parts, in_empty_folder, capsys):
     # an existing target folder; its content is read only after all of these checks
     assert exit_code(main, f"target.path={in_empty_folder}", *overrides.split()) == 2
     shown = capsys.readouterr()
@@ -155,9 +151,7 @@ def test_debug_shows_where_a_mistake_was_found(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_a_failed_job_does_not_end_a_sweep(
-    in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_job_does_not_end_a_sweep(in_empty_folder, monkeypatch, capsys):
     seen: list[tuple[int, str]] = []
 
     def task(config: Config) -> int:

@@ -202,9 +202,7 @@ def test_a_server_without_extensions() -> None:
 
 
 @pytest.mark.slow
-def test_comparison_on_the_prompts_of_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_comparison_on_the_prompts_of_a_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("benchmarks.engines.comparison.SETTLE_S", 0.0)
     executor = without_compiler(monkeypatch)
     monkeypatch.setenv(KEY_VARIABLE, "s3cret")

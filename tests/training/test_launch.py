@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.fork_server import ForkServer
 from support.messages import check_message, refused
 from support.train_helpers import command, environment, metrics
 from torch.distributed import TCPStore
@@ -63,9 +62,7 @@ def start(
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_exits_with_3_and_torchrun_resumes(
-    target: Path, tmp_path: Path, commands: ForkServer, started: list[subprocess.Popen[str]]
-) -> None:
+def test_sigterm_saves_and_exits_with_3_and_torchrun_resumes(target, tmp_path, commands, started):
     run = tmp_path / "run"
     process = start(started, commands.command("train.cli.train"), target, run)
     process.send_signal(signal.SIGTERM)
@@ -202,9 +199,7 @@ def test_a_stopped_rank_that_has_saved_answers_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_command_interrupted_before_it_saved_exits_with_130_and_ends_a_sweep(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_interrupted_before_it_saved_exits_with_130_and_ends_a_sweep(monkeypatch, tmp_path, capsys):
     started = []
 
     def task(config: Config) -> int:
@@ -257,9 +252,7 @@ def test_incomplete_launcher_variables_are_refused(monkeypatch: pytest.MonkeyPat
         ),
     ],
 )
-def test_what_the_number_of_ranks_of_a_launcher_rules_out_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, world_size: int, overrides: list[str], words: tuple[str, ...]
-) -> None:
+def test_what_the_number_of_ranks_of_a_launcher_rules_out_is_refused(monkeypatch, tmp_path, world_size, overrides, words):
     for name, value in {"RANK": "0", "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, str(value))
     arguments = command(tmp_path, tmp_path / "run", *TINY_REPORT, "launch.ranks=2", "train.micro_batch_size=1")

@@ -160,9 +160,7 @@ def test_gpus_of_a_machine_without_any_are_refused(monkeypatch: pytest.MonkeyPat
         ("2", "torchrun", "cuda", None),
     ],
 )
-def test_ranks_on_gpus_share_the_cores(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, launcher: str | None, device: str, expected: int | None
-) -> None:
+def test_ranks_on_gpus_share_the_cores(monkeypatch, given, launcher, device, expected):
     """None: OMP_NUM_THREADS stands. torchrun sets it to 1 where it is missing."""
     values = {"OMP_NUM_THREADS": given, "TORCHELASTIC_RUN_ID": launcher, "LOCAL_WORLD_SIZE": "2"}
     for name, value in values.items():
@@ -182,9 +180,7 @@ def test_ranks_on_gpus_share_the_cores(
         ({"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native", "1"),
     ],
 )
-def test_a_run_sets_what_torch_reads_at_its_import(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], alloc: str | None, compilers: str
-) -> None:
+def test_a_run_sets_what_torch_reads_at_its_import(monkeypatch, given, alloc, compilers):
     monkeypatch.setattr(os, "environ", dict(given))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     set_torch_defaults()
@@ -193,9 +189,7 @@ def test_a_run_sets_what_torch_reads_at_its_import(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_sweep_of_two_ranks_each_ends_in_one_comparison(
-    tmp_path: Path, target: Path, commands: ForkServer, alone: None
-) -> None:
+def test_a_sweep_of_two_ranks_each_ends_in_one_comparison(tmp_path, target, commands, alone):
     """What two ranks measure together is, count for count, what one process measures alone."""
     ranks = ["launch.ranks=2", "launch.device=cpu", "train.micro_batch_size=1"]
     arguments = command(target, tmp_path / "sweep", "train.max_steps=2", *ranks)

@@ -169,9 +169,7 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("chunk", [1000, 9])
-def test_a_chunk_takes_one_product_of_each_kind_for_all_steps_and_no_row_too_many(
-    chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chunk_takes_one_product_of_each_kind_for_all_steps_and_no_row_too_many(chunk, monkeypatch):
     """Logits of both sides and the gradients of hidden states and lm_head."""
     monkeypatch.setitem(chunked_loss.BLOCK_LOGITS, "cpu", 4 * U)  # several blocks per chunk
     objective, x = objective_of("ce_weight", chunk_tokens=chunk), make()

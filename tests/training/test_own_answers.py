@@ -71,9 +71,7 @@ class Model:
 
 
 @pytest.mark.slow
-def test_target_answers_first_goes_on_after_an_interruption_and_is_kept(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_target_answers_first_goes_on_after_an_interruption_and_is_kept(target, tmp_path, monkeypatch, caplog):
     words = (*ANSWERED, "data.cache=examples")
     for stop, error in ((0, KeyboardInterrupt), (5, RankFailed)):
         monkeypatch.setattr(dialog, "_decoded", Model(stop))

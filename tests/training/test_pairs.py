@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from support.data_helpers import Numbers, collate_numbers, make_student
-from support.fake_cuda import FakeCuda
 from support.models import padded_batch
 from torch import Tensor, nn
 
@@ -44,9 +43,7 @@ def test_pixels_are_converted_before_they_are_copied(tiny_target: sage.Target) -
     assert all(torch.equal(found[key].embeds, value.embeds) for key, value in expected.items())
 
 
-def test_batches_for_a_gpu_are_pinned_in_the_context_of_that_gpu(
-    tiny_qwen: sage.Target, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_for_a_gpu_are_pinned_in_the_context_of_that_gpu(tiny_qwen, fake_cuda, monkeypatch):
     pinned = list[int]()
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: pinned.append(id(self)) or self)
     staged = Staging(tiny_qwen, GPU, torch.float32)(padded_batch(tiny_qwen))

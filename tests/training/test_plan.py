@@ -122,9 +122,7 @@ def test_each_stage_shards_its_components() -> None:
         ("eagle3.1", 1, None, 64, torch.float32),
     ],
 )
-def test_draft_activations_are_close_to_the_memory_saved_by_autograd(
-    kind: str, steps: int, mode: str | None, num_roots: int, dtype: torch.dtype
-) -> None:
+def test_draft_activations_are_close_to_the_memory_saved_by_autograd(kind, steps, mode, num_roots, dtype):
     """The estimate is within a quarter of the bytes that autograd saves, excluding parameters."""
     target, norms = make_qwen(), EAGLE_3_1 if kind == "eagle3.1" else {}
     kind = kind.removesuffix(".1")
@@ -253,9 +251,7 @@ SMALLER = ["draft=model", "draft.num_layers=2", "train.global_batch_size=64"]
         ("qwen2_5_vl_72b", 8, [], set()),
     ],
 )
-def test_the_suggested_change_is_valid_and_makes_the_run_fit(
-    target: str, memory: int, overrides: list[str], never: set[str]
-) -> None:
+def test_the_suggested_change_is_valid_and_makes_the_run_fit(target, memory, overrides, never):
     found = big(target, *overrides, f"launch.gpu_memory_gb={memory}")
     assert (found.change is None) == ("no change of batch" in render(found).splitlines()[-1])
     assert not never & set(found.change or [])
@@ -294,9 +290,7 @@ def test_a_plan_reports_the_data(target: Path, tmp_path: Path, capsys: pytest.Ca
     assert "all of the first 3 items are invalid" in planned(f"data.path={path}")
 
 
-def test_a_plan_writes_nothing_and_needs_no_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_writes_nothing_and_needs_no_data(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("seed: 1")

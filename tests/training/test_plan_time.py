@@ -44,9 +44,7 @@ def test_a_documented_plan_is_what_is_printed(words: str) -> None:
         (1, 1, "auto", 32),
     ],
 )
-def test_a_target_is_sharded_over_the_ranks_of_a_node_where_its_part_fits(
-    layer_gb: float, per_node: int, over: str, expected: int
-) -> None:
+def test_a_target_is_sharded_over_the_ranks_of_a_node_where_its_part_fits(layer_gb, per_node, over, expected):
     config = configure("deepspeed.shard_target=true", f"deepspeed.shard_over={over}")
     assert sharding_ranks(config, layer_gb * 1e9, 32, per_node) == expected
 

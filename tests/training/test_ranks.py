@@ -235,9 +235,7 @@ def accumulated(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_bf16_gradients_are_summed_in_float32(
-    home: Path, target: Path, micro_gradients: dict[str, torch.Tensor], stage: int
-) -> None:
+def test_bf16_gradients_are_summed_in_float32(home, target, micro_gradients, stage):
     """1 rank x 4 and 2 ranks x 2 micro-batches. A sum in bf16 has an error of 0.3% after four terms, and of 1% after forty."""
     run = home / f"bf16_one_{stage}"
     assert train_quickly(config(target, run, "train.micro_batch_size=1", f"deepspeed=zero{stage}", *ONE_BF16_STEP)) == 0

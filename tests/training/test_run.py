@@ -78,9 +78,7 @@ def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], 
 
 @pytest.mark.usefixtures("rendered_plots")
 @pytest.mark.parametrize(("family", "draft"), [("llava_onevision", "eagle"), ("qwen2_5_vl", "eagle3")])
-def test_a_run_writes_the_documented_files(
-    configure: Configure, targets: dict[str, Path], tmp_path: Path, family: str, draft: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_writes_the_documented_files(configure, targets, tmp_path, family, draft, caplog):
     run = tmp_path / "run"
     config = configure(run, *DRAFTS[draft], "train.save_every=1", "train.validate_every=1", family=family)
     with caplog.at_level(logging.INFO):
@@ -133,9 +131,7 @@ def out_of_memory(batch: Any) -> Any:
 
 
 @pytest.mark.parametrize(("draft", "dtype", "budget"), [("eagle3", "fp32", 300), ("eagle", "bf16", None)])
-def test_three_steps_and_three_resumed_are_six_bit_for_bit(
-    configure: Configure, tmp_path: Path, draft: str, dtype: str, budget: int | None
-) -> None:
+def test_three_steps_and_three_resumed_are_six_bit_for_bit(configure, tmp_path, draft, dtype, budget):
     """With noise on the features and random anchors, so that a generator that is not restored would show."""
     schedule = ["optim.schedule=cosine", "optim.warmup_steps=2", "train.log_every=3"]
     same = [*DRAFTS[draft], f"target.dtype={dtype}", "objective.feature_noise=0.1", *schedule]
@@ -230,9 +226,7 @@ def test_a_batch_without_answers_is_refused(configure: Configure, tmp_path: Path
             fit(run)
 
 
-def test_a_corrupt_state_is_skipped_and_that_of_another_draft_refused(
-    configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_corrupt_state_is_skipped_and_that_of_another_draft_refused(configure, tmp_path, caplog):
     run = tmp_path / "run"
     assert train_quickly(configure(run, "train.save_every=1")) == 0
     newest = run / "state" / "step_00000002"
@@ -285,9 +279,7 @@ def test_a_run_returns_its_report_and_calls_back(target: Path, tmp_path: Path) -
         ("%matplotlib inline\n", ["data.num_workers=2"], False),
     ],
 )
-def test_a_script_without_a_main_guard_starts_no_processes(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: list[str], is_refused: bool
-) -> None:
+def test_a_script_without_a_main_guard_starts_no_processes(target, tmp_path, monkeypatch, script, words, is_refused):
     """Each process would import the script and train again."""
     (tmp_path / "mine.py").write_text(script)
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(tmp_path / "mine.py")))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,9 +20,7 @@ TOTAL = 10
     ("settings", "expected"),
     [({}, 4), ({"keep_last": 1}, 3), ({"keep_every": 4}, 6), ({"save_every": 0}, 2), ({"save_every": 6}, 3)],
 )
-def test_space_for_all_states_is_checked_before_training(
-    settings: dict[str, int], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_space_for_all_states_is_checked_before_training(settings, expected, tmp_path, monkeypatch):
     """States every 2 of 10 steps: the last ones, that of the best draft and the new one; 12 bytes per trained parameter."""
     train = TrainConfig(**{"save_every": 2} | settings)  # type: ignore[arg-type]
     assert num_states(train, TOTAL) == expected
@@ -67,9 +64,7 @@ def test_what_is_due_after_a_step(step: int, settings: dict[str, int], stale: in
         (10, 0, 5, ""),  # at the end there is a validation anyway
     ],
 )
-def test_an_interrupted_validation_is_due_before_the_first_step(
-    step: int, validated_step: int, validate_every: int, expected: str
-) -> None:
+def test_an_interrupted_validation_is_due_before_the_first_step(step, validated_step, validate_every, expected):
     state = TrainState(step=step, validated_step=validated_step)
     assert " ".join(schedule(validate_every=validate_every).before_steps(state)) == expected
 
@@ -88,9 +83,7 @@ def test_what_is_due_at_the_end() -> None:
         (3, 2, 2, False, True),
     ],
 )
-def test_a_run_is_over_at_its_length_after_a_signal_or_without_progress(
-    step: int, stale: int, patience: int, is_stopping: bool, expected: bool
-) -> None:
+def test_a_run_is_over_at_its_length_after_a_signal_or_without_progress(step, stale, patience, is_stopping, expected):
     assert schedule(patience=patience).is_over(TrainState(step=step, stale=stale), is_stopping) is expected
 
 

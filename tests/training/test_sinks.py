@@ -133,9 +133,7 @@ LOGIN = ("tracking=wandb", "wandb login", "tracking.mode=offline")
 
 @pytest.mark.usefixtures("logged_out")
 @pytest.mark.slow
-def test_wandb_without_a_login_is_refused_before_anything_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wandb_without_a_login_is_refused_before_anything_is_written(tmp_path, capsys):
     config = config_in(tmp_path / "run", "tracking=wandb")
     with refused(*LOGIN, error=ConfigError):
         check_tracking(config)
@@ -223,9 +221,7 @@ def test_pauses_are_excluded_from_the_training_time(monkeypatch: pytest.MonkeyPa
     assert metrics.reduce(Ranks(0, 1, torch.device("cpu")), state)["tokens_per_s"] == 5.0
 
 
-def test_log_lines_at_intervals_with_the_remaining_time(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_log_lines_at_intervals_with_the_remaining_time(monkeypatch, caplog):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     lines = LogDisplay(first=0, interval_s=10)

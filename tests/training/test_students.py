@@ -66,9 +66,7 @@ def plain(folder: Path) -> Callable[[str], Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_sharding_and_splitting_give_the_same_steps(
-    folder: Path, tmp_path: Path, kind: str, plain: Callable[[str], Path]
-) -> None:
+def test_sharding_and_splitting_give_the_same_steps(folder, tmp_path, kind, plain):
     """ZeRO-3, which has to gather a draft's own lm_head for the objective, and other micro-batches. Sums run in another order;
     AdamW divides by the gradient's size, so where that is near zero a weight may move by some thousandths of a step (1e-3)."""
     other = train(folder, tmp_path / "other", *KINDS[kind], "deepspeed=zero3", "train.micro_batch_size=1")
@@ -226,9 +224,7 @@ class TestMistakes:
             (["draft=model", "draft.num_layers=2"], ("draft.num_layers", "1 to 1")),
         ],
     )
-    def test_sizes_that_do_not_fit_the_target_are_refused_before_anything_is_written(
-        self, folder: Path, tmp_path: Path, overrides: list[str], parts: tuple[str, ...]
-    ) -> None:
+    def test_sizes_that_do_not_fit_the_target_are_refused_before_anything_is_written(self, folder, tmp_path, overrides, parts):
         with refused(*parts):
             train(folder, tmp_path / "run", *overrides)
         assert not (tmp_path / "run").exists()

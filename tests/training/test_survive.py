@@ -91,9 +91,7 @@ def test_a_run_killed_during_a_save_resumes_bit_for_bit(target: Path, tmp_path: 
     assert not [path for path in killed.rglob(".*") if path.suffix in (".part", ".old")]
 
 
-def test_a_full_disk_ends_in_one_line_and_the_run_resumes_later(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_ends_in_one_line_and_the_run_resumes_later(target, tmp_path, monkeypatch, capsys):
     """The size of files is limited, so that the operating system fails as with a full disk."""
     run, begin, limits = tmp_path / "run", StateStore.begin, resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -129,9 +127,7 @@ class Toy(nn.Module):
 
 
 @pytest.mark.parametrize(("precision", "clip"), [("fp32", 0.0), ("bf16", 1.0), ("bf16", 0.0)])
-def test_every_stage_resumes_bit_for_bit_and_from_every_other(
-    target: Path, tmp_path: Path, precision: str, clip: float
-) -> None:
+def test_every_stage_resumes_bit_for_bit_and_from_every_other(target, tmp_path, precision, clip):
     """4 steps = 2 + 2 from the state of each stage. With one rank a stage only changes the sum of the gradient's norm, so the
     state of another stage is exact without clipping, and equal up to rounding with clipping."""
     ends: dict[tuple[int, int | None], dict[str, torch.Tensor]] = {}
