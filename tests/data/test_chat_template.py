@@ -68,23 +68,6 @@ def test_mask_counted_by_hand(family: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("family", [QWEN, LLAVA])
-def test_prompt_part_equals_the_generation_prompt(family: str) -> None:
-    """Ids up to the answer equal those of the prepared prompt, visual tokens and pixels included."""
-    messages = [user(make_image(), "Hi?"), assistant("Yes."), user(make_image(colour="blue"), "No"), assistant("ab")]
-    processor = make_processor(family)
-    for count in (1, 3):
-        example = build_example(Conversation("c", messages[: count + 1]), processor)
-        prompt = processor.prepare(messages[:count])
-        length = len(example["input_ids"]) - runs(example["loss_mask"])[-1]
-        ids = prompt["input_ids"][0]
-        texts = [processor.tokenizer.decode(of) for of in (example["input_ids"][:length], ids)]
-        assert texts[0].split() == texts[1].split()
-        # a rendered LLaVA turn has a blank that the prompt lacks
-        assert torch.equal(example["input_ids"][:length], ids) or (family == LLAVA and count == 3)
-        assert torch.equal(example["pixel_values"], prompt["pixel_values"])
-
-
-@pytest.mark.parametrize("family", [QWEN, LLAVA])
 @pytest.mark.parametrize("times", [{}, {"start": 1.0, "end": 2.5}, {"start": 0.5, "fps": 3.0, "end": None}])
 def test_videos_are_the_same_for_training_and_inference(family: str, times: dict[str, Any], tmp_path: Path) -> None:
     """The same frames at the same rate, for a list, a folder and a file, with two videos in one conversation."""

@@ -283,17 +283,8 @@ def test_thinking_is_a_setting(thinker: Processor) -> None:
     assert rendered(thinker, KEYS["plain"][0])[1] == f"Red.{END}"  # as it was written after the same prompt
 
 
-def test_own_answers_keep_their_token_ids(thinker: Processor) -> None:
-    """Special tokens of an answer stay; ids that its text does not have are kept beside it; those of another target are not."""
-    tokenizer = thinker.tokenizer
-    box, end = tokenizer.convert_tokens_to_ids(["<|box_start|>", "<|im_end|>"])
-    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    for ids, kept in (([box, 70, 71], ()), ([70, start, 71], (70, start, 71))):
-        text, found = thinker.answer_of([*ids, end])
-        assert found == kept
-        answer = TOLD | {"content": text} | ({"token_ids": list(found)} if found else {})
-        example = rendered(thinker, {"messages": [ASKED, answer]})[2]
-        assert example["input_ids"][example["loss_mask"]].tolist() == [*ids, end]
+def test_token_ids_of_an_answer_of_another_target_are_not_used(thinker: Processor) -> None:
+    """Those of own answers are: tests/targets/test_text.py."""
     foreign = TOLD | {"content": "Red.", "token_ids": [70]}
     assert rendered(thinker, {"messages": [ASKED, foreign]})[1] == f"Red.{END}"
 
