@@ -1,7 +1,5 @@
 """Exports of every kind of draft in every format: written files, refusals, the reload check, and the way back by an import."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The validator finds and names every known way in which a draft breaks in serving, and accepts intact exports."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Third-party drafts: every supported layout is imported with the same outputs; anything else is refused by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An export format is one class and one row of the registry: everything that handles formats asks the object."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

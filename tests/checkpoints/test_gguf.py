@@ -1,7 +1,5 @@
 """The `gguf` format with a stand-in for llama.cpp's converter; `make engines-llama` runs the real one."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

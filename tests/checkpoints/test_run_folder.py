@@ -1,7 +1,5 @@
 """The run folder: names, readers, the validation score, which validation belongs to which draft; the description of folders."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

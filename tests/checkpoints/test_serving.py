@@ -1,7 +1,5 @@
 """The engines that can serve a draft, and the settings in the way: the line of a run, and the obstacles of an export."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files and states of a run: atomic folders, checksums, retention, faults of the disk."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """The plugin for vLLM with a stand-in for vLLM: what it registers, releases it does not know, the correction of slots."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import tomllib

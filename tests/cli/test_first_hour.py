@@ -1,7 +1,5 @@
 """What a user meets in the first hour with answers: names of targets, what results print, wrong types, colors, Ctrl-C."""
 
-from __future__ import annotations
-
 import re
 import signal
 from pathlib import Path

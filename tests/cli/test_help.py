@@ -1,7 +1,5 @@
 """`--help` and `--version` of every command: each key with value and meaning, the groups that the command takes."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

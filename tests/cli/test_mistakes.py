@@ -1,7 +1,5 @@
 """Help and mistakes on the command line, one line with the nearest name, before torch is imported."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Names of drafts and targets, the same in every command: a run, a folder, a path alone; a corrupt draft is refused by all."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

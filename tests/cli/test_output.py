@@ -1,7 +1,5 @@
 """What commands print: tables, progress bars, text as it is accepted."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """sage-data: its output, its files, and the refusal of invalid arguments."""
 
-from __future__ import annotations
-
 import html
 import json
 import signal

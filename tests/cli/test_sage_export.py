@@ -1,7 +1,5 @@
 """The sage-export command: modes, errors, model card, upload."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A folder with a user's own `train.py`, `data_prep.py` and `checkpoints.py`: every command and the Python API run there."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Invalid items of every kind, from the file to the trainer: refused with file, index and reason, or skipped and listed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

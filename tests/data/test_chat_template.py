@@ -1,7 +1,5 @@
 """Conversations and their loss masks, counted by hand: one token per byte, published templates, those of thinking models."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Settings of data: refused with their dotted key; a source is one module and one entry."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

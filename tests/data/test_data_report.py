@@ -1,7 +1,5 @@
 """Statistics of data, counted by hand, and the page that shows them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

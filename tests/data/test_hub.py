@@ -1,7 +1,5 @@
 """Data sets of the hub, and streams."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Micro-batches of every step: independent of ranks, micro-batch size and restarts, and built ahead of the trainer."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

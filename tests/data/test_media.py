@@ -1,7 +1,5 @@
 """Images and videos of unusual formats: RGB frames with the sizes that their headers promise, or errors of one line."""
 
-from __future__ import annotations
-
 import base64
 import importlib.util
 import io

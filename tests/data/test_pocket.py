@@ -1,7 +1,5 @@
 """The pocket world: deterministic, with disjoint splits and answers that match the images; and the targets trained on it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Preparation: cached content, cache keys, concurrent processes; rows that are too long, reported before training."""
 
-from __future__ import annotations
-
 import json
 import logging
 import multiprocessing

@@ -1,7 +1,5 @@
 """Held-out prompts: benchmark layouts, long answers, follow-up questions, and splits that share no image."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import replace

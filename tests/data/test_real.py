@@ -1,7 +1,5 @@
 """The published target and its prompts: what is read from wheels, and how prompts are split."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

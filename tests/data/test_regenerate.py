@@ -1,7 +1,5 @@
 """Regeneration: the same file after any interruption and with any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

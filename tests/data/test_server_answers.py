@@ -1,7 +1,5 @@
 """Answers from a server: the same rows as from a decoder, whatever fails on the way, and no address in any of them."""
 
-from __future__ import annotations
-
 import io
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Every kind of source from a fixture in its published layout; wrong paths and formats."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

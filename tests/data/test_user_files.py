@@ -1,7 +1,5 @@
 """What users feed in: public layouts through `data=auto`, keys that templates render, text that looks like markup, bad rows."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json

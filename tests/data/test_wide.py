@@ -1,7 +1,5 @@
 """Widened pocket targets: the same texts and drafts with more weights, and mistakes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """A policy is one class in one module: adding the file is enough for the API, the configuration and --help."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Several requests decoded together: each text is the one that the request has alone."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Conversations: the same text as one prompt with all turns, without prefilling the common prefix again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.messages import refused

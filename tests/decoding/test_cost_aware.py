@@ -1,7 +1,5 @@
 """`cost_aware`: its calibrator against a slow reference and a known distribution, its tree against one worked out by hand."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

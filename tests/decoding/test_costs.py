@@ -1,7 +1,5 @@
 """Costs of passes: curves and what corrects them; kept on disk, measured again if anything that matters differs."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Losslessness of the decoding loop on tiny random models of both families, with images."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Decoding on GPUs, tested without one: devices, streams, attention backends, dtypes of buffers. See docs/gpu.md."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 from typing import Any

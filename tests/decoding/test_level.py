@@ -1,7 +1,5 @@
 """Tree builders against trees grown and pruned one operation at a time, for every policy."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

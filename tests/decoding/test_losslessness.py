@@ -3,8 +3,6 @@
 Single rounds of any tree are enumerated in test_tree_properties.py.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

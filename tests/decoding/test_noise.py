@@ -1,7 +1,5 @@
 """Noise by seed, position and token: distribution, independence, equality in every layout, and no traffic with the device."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

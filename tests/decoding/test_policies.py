@@ -1,7 +1,5 @@
 """EAGLE-2, Spec-LLaVA, TALON and DDD: slow references of each rule, bounds; options of every policy."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Sampling: greedy, seeded draws, logits processors on the prefix of each node, and stopping rules."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Drafts that propose with the noise of the target's draws: exact output distribution, and what the draft gains from it."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from typing import Any

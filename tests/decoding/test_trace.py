@@ -1,7 +1,5 @@
 """The trace of a generation holds what the decoder did, and its page shows it, whatever the texts contain."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

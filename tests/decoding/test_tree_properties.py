@@ -1,7 +1,5 @@
 """Properties of random trees: invariants, acceptance against a walk, the tree pass against sequential passes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

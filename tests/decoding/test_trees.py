@@ -1,7 +1,5 @@
 """Trees and policies against examples computed by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.messages import refused

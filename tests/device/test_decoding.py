@@ -1,7 +1,5 @@
 """Decoding on the pretend accelerator: the same tokens as on the CPU, and no tensor on the wrong device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

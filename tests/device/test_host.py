@@ -1,7 +1,5 @@
 """Numbers of the host as tensors, and the check of a device, on the simulated device."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from pathlib import Path

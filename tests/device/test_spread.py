@@ -1,7 +1,5 @@
 """A target on two devices of one machine decodes as on one: cache and masks of each layer are on the layer's device."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bounds of device synchronizations and copies per round, for every policy, eager and captured; see docs/gpu.md."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

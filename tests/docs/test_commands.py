@@ -1,7 +1,5 @@
 """The commands and programs of README.md, the examples and the notebook, executed in a copy of the checkout."""
 
-from __future__ import annotations
-
 import json
 import re
 

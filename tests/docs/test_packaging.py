@@ -1,7 +1,5 @@
 """The wheel holds what the tree holds, and works from an empty folder."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

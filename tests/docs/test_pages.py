@@ -1,7 +1,5 @@
 """Links and files named by the pages exist, and the runs that they launch compose."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Heads with slots in training: a block against the decoded one and against every block alone, conditionals, and the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

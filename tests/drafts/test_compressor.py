@@ -1,7 +1,5 @@
 """Drafts with a visual compressor: training equals decoding, the gate, and lossless decoding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """EAGLE and EAGLE-3 heads: training against decoding, saving, loading, errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

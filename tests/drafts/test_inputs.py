@@ -1,7 +1,5 @@
 """Prompts of every kind, both families: the output equals that of Hugging Face; errors of the command line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

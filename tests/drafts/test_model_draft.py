@@ -1,7 +1,5 @@
 """A smaller model as the draft, and pruning of the visual tokens that a draft reads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.messages import refused

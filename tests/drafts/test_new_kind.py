@@ -7,8 +7,6 @@ function of the last token's embedding, without a cache and without a context.
 Shapes: D hidden; K steps, S supervised positions.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

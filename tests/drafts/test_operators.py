@@ -1,7 +1,5 @@
 """Operators and layout of the visual compressor against loops over single pairs, in float64."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

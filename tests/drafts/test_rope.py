@@ -1,7 +1,5 @@
 """Rope of draft heads against the rotary embedding of the target, unscaled and scaled."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

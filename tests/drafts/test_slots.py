@@ -1,7 +1,5 @@
 """Heads with slots, of both kinds: what slots attend to, losslessness in every pass mode, and bad input."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

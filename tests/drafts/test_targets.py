@@ -1,7 +1,5 @@
 """Targets: embedding and processing against Hugging Face; what holds for every family is in support/family_suite.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

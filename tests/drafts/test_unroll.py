@@ -1,7 +1,5 @@
 """The unrolled forward of training against decoding: the chain of a session, and attention under a dense mask."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.models import EAGLE_3_1, cut, in_float64, make_inputs, random_draft

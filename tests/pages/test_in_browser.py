@@ -1,7 +1,5 @@
 """The pages in a real browser: what they show, how they are used, and that no text on them runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

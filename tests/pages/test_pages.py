@@ -1,7 +1,5 @@
 """Every page is one safe file: texts are text, nothing comes from elsewhere, and the security policy names what is inline."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fixtures of the tests of passes."""
 
-from __future__ import annotations
-
 import pytest
 
 from sage.runtime import package_folder

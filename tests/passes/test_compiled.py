@@ -4,8 +4,6 @@ A compilation takes seconds of a core: this file compiles the passes of one targ
 layer, and the code around the kernels is not optimized.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from io import BytesIO

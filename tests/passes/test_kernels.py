@@ -1,7 +1,5 @@
 """The kernels for few rows, against float64; in the graph of a pass; in prompts."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Iterator
 from functools import cache

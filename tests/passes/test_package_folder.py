@@ -1,7 +1,5 @@
 """The folder of compiled passes: one process compiles, the others wait for it; what is not used is deleted."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

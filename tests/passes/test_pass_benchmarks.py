@@ -1,7 +1,5 @@
 """The benchmark of passes: times, calls and memory of each mode."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Passes as functions of tensors, plain and with static buffers: the same trees and texts as eager passes."""
 
-from __future__ import annotations
-
 import weakref
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention to the keys before a tree and to its own rows, merged: equal to one masked softmax in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

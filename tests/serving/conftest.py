@@ -1,7 +1,5 @@
 """The server of the tests: an untrained pocket target and a draft with random weights; shared by all tests of this folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The API as its clients use it: httpx, curl and the openai package; texts are those of `sage.generate`."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The scheduler with a decoder that repeats its prompt, in a process of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections.abc import Callable, Coroutine, Sequence

@@ -1,7 +1,5 @@
 """Images that a server downloads: from which hosts, how much, and whom they delay."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Clients that make mistakes, leave, or are too many; keys, hosts; the signal to stop."""
 
-from __future__ import annotations
-
 import base64
 import json
 import signal

@@ -1,7 +1,5 @@
 """Headless Chromium for tests: runs a script on a page, in a frame of a page of ours that prints what the script returns."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -3,8 +3,6 @@
 Its model is a function of messages and seed. Token ids of prompts are those of a processor, so images have to arrive.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping

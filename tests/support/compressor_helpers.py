@@ -1,7 +1,5 @@
 """Conversations with images and videos as tensors, and a draft per compressor."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small processors and targets of both families: one token per byte, four visual tokens per image, published templates."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Iterator

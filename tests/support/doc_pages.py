@@ -4,8 +4,6 @@ Blocks of `bash` and `python` in README.md and examples/README.md are executed b
 marked as `bash norun: REASON`; everything that a command prints is `text`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A copy of the checkout in which the blocks of the documentation are executed, with a reader's own files beside it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Saves tiny targets and drafts of both families, and run folders that contain them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 `varlen_attn` has the signature of torch 2.11; later versions add optional arguments. Nothing is read from the device.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

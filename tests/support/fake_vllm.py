@@ -1,7 +1,5 @@
 """A stand-in for vLLM: a package that subprocesses import, with answers that follow from the prompt alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

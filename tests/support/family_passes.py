@@ -1,7 +1,5 @@
 """Passes over a tree below a prompt, and over its paths by Hugging Face's own model, for every target family."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

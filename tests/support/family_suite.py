@@ -3,8 +3,6 @@
 Models are random, eight layers of width 32 in float64: EAGLE-3's default levels need seven, and three deepstack layers eight.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 

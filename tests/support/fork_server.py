@@ -9,8 +9,6 @@ Commands with another PYTHONPATH need a server of their own.
     server.close()
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

@@ -3,8 +3,6 @@
 python four_ranks.py CONFIG_ARGUMENTS.json OBSERVATIONS.json
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import sys

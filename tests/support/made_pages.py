@@ -1,7 +1,5 @@
 """Reports and pages made by hand, without a model and an engine, in which every name and text can be hostile."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Messages to users: tests name the parts that a user needs, the key, the value and the remedy, not the whole wording."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

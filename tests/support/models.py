@@ -1,7 +1,5 @@
 """Tiny random targets of both families, their inputs, random drafts, and a scripted draft."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the tests of passes decode with: draft heads, whole answers, single passes over a chain."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A byte-level processor for the tiny random targets, and messages with random images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Tiny targets quantized by every method that runs on a CPU, and what all of them have to show."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A server in a thread, and messages with images, for tests of `sage.serving`."""
 
-from __future__ import annotations
-
 import base64
 import io
 import time

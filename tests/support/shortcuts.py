@@ -3,8 +3,6 @@
 Applied to the processes of pytest and, by `support.fork_server`, to those of the commands.
 """
 
-from __future__ import annotations
-
 import gc
 import pickle
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@
 Imports only the store, so that a child process takes milliseconds. Prints the number of faults of each scenario.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -3,8 +3,6 @@
 The prefill is not counted.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any

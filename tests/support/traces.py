@@ -1,7 +1,5 @@
 """A trace made by hand, of any size and with any texts, without a model; and what a page contains: elements, texts, data."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

@@ -5,8 +5,6 @@
 Starting processes and importing torch takes longer than these runs, so they share two processes.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

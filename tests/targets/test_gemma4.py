@@ -1,7 +1,5 @@
 """Gemma 4: heads of two sizes, shared keys, inputs of single layers, soft cap; dense and sparse, with and without images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """GGUF files as targets."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

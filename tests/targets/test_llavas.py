@@ -1,7 +1,5 @@
 """LLaVA 1.5, LLaVA-NeXT, LLaVA-OneVision and InternVL."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Quantized targets: every method decodes as `generate`; what is refused in one line."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

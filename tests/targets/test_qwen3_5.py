@@ -1,7 +1,5 @@
 """Qwen3.5, dense and sparse, with and without images: states of linear layers at the nodes of trees."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

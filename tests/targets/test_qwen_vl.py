@@ -1,7 +1,5 @@
 """Qwen2-VL, Qwen2.5-VL, Qwen3-VL and its mixture of experts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

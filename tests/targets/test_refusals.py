@@ -1,7 +1,5 @@
 """Targets that are refused, with their reason, before any weight is loaded; and attention that is not implemented."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Text models: Llama 3 with scaled rope, Mistral, Qwen2.5, Qwen3 and its mixture of experts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

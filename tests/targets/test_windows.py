@@ -1,7 +1,5 @@
 """Gemma 3, whose layers have sliding windows, and SmolVLM."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

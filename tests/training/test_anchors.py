@@ -1,7 +1,5 @@
 """Drafts trained from few anchors: rows, expectation, cost, and micro-batches with few roots or none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The benchmarks of training run on a CPU and print the figures that docs/performance.md quotes."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Comparison of runs, and the page of one run, read from run folders alone."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

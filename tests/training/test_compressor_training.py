@@ -1,7 +1,5 @@
 """Training drafts with a visual compressor: every mode, decoding with the saved draft, two ranks, one without an image."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every YAML file composes and passes the checks; choices, presets and defaults are as documented, each number has a range."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """Mistakes in a configuration are refused in one line with exit code 2, before anything is written."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

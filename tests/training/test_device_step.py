@@ -1,7 +1,5 @@
 """A training step on the pretend accelerator: nothing on another device, no blocking copy, no synchronization per chunk."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any

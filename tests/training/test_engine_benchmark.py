@@ -3,8 +3,6 @@
 The real engine runs in `make engines`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Validation in training: prompts per rank, merged measurements, the best draft, early stopping."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Several ranks with the real launcher: the weights of one rank, the reported error, signals."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

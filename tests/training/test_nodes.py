@@ -1,7 +1,5 @@
 """Ranks on two nodes without a shared disk, on GPUs (tested without one: which GPU, time limits, threads), and in a sweep."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

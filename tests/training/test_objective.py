@@ -1,7 +1,5 @@
 """The chunked loss against a naive autograd loss in float64, in value and gradient, for every term and combination of terms."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

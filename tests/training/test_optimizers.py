@@ -1,7 +1,5 @@
 """The optimizers on one rank: Muon (of parts of matrices: test_ranks), AdamW of offloaded states, gradients in bf16."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

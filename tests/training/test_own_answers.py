@@ -1,7 +1,5 @@
 """Own answers: their share in the first steps, and training on answers that the target generates first."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

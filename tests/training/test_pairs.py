@@ -1,7 +1,5 @@
 """From a micro-batch to the teacher's pairs: staging, teacher, index shift."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plans: published sizes, memory compared with a real engine, the change that makes a run fit; no file is read or written."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """The time of a plan: operations by part, gathering, padding of the data, validations; formulas in docs/plan.md."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 All jobs run in the same two processes, started with srun's variables (see two_ranks.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

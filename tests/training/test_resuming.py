@@ -1,7 +1,5 @@
 """A run is resumed with its own configuration; changes are shown, recorded with their step, or refused, as are changed data."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

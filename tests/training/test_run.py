@@ -1,7 +1,5 @@
 """Complete runs on a random pocket target in this process: files, exact resume, independence of the batch split, callbacks."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

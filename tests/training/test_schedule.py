@@ -1,7 +1,5 @@
 """The schedule of a run: what is due before the first step, after each step and at the end."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Sinks, also of resumed runs (the wandb run is real, offline); provenance, schedule, metrics, display, score."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

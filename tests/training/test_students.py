@@ -1,7 +1,5 @@
 """Training of every kind of draft: trained parameters, the saved draft, equal steps under sharding and splitting."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run that is killed or whose disk is full loses nothing that was saved."""
 
-from __future__ import annotations
-
 import random
 import resource
 import signal

@@ -1,7 +1,5 @@
 """The verdict on a draft, on made cases: its result, the likeliest cause with its figures, and the next command."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
