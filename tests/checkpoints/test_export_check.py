@@ -215,15 +215,6 @@ def warnings(check: CheckResult) -> list[str]:
     return [finding.where for finding in check.warnings]
 
 
-def test_a_folder_of_eagle_3_1_is_valid(exports: Path, tmp_path: Path) -> None:
-    """With the norms of each level, as SpecForge and NeMo write it."""
-    folder = copy_export(exports / "eagle3", tmp_path / "copy")
-    change_config(fc_norm=True, norm_output=True)(folder)
-    for level in range(3):
-        add(f"fc_norm.{level}.weight", 32)(folder)
-    assert not check_folder(folder).errors
-
-
 def test_what_can_be_served_is_a_warning(exports: Path, tmp_path: Path) -> None:
     mixed, pickle, code = (copy_export(exports / name, tmp_path / name) for name in ("eagle3", "speculators", "native"))
     put("norm.weight", lambda weight: weight.float())(mixed)

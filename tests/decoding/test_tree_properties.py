@@ -1,6 +1,5 @@
-"""Properties of random trees: invariants, acceptance against a walk, the tree pass against sequential passes."""
+"""Properties of random trees: acceptance against a walk, one text by seed, the distribution of a round."""
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -9,14 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.models import MAKERS, followed_by, in_float64, make_inputs
-from support.pass_helpers import tree_pass
 from support.toy_helpers import SlowTree, paths_of, probability, target_probs
 
-import sage
 from sage.decoding.settings import Sampling
 from sage.decoding.verify import TargetSampler, accept
-from sage.targets import Prompt
 
 Context = tuple[int, ...]
 Rule = Callable[[SlowTree, Sequence[int]], tuple[list[int], list[int]]]
@@ -121,29 +116,6 @@ def test_negative_controls_of_the_distribution(rule: Rule) -> None:
     assert distance_of_round(tree) < 1e-12 and distance_of_round(tree, rule) > 0.02
 
 
-@functools.cache
-def prompted(family: str, kv_heads: int, tied: bool) -> tuple[sage.Target, dict[str, torch.Tensor], Prompt]:
-    target = MAKERS[family](kv_heads=kv_heads, tied=tied)
-    inputs = in_float64(target, make_inputs(target))
-    return target, inputs, target.embed(inputs)
-
-
 def leaves(tree: SlowTree) -> Iterator[int]:
     inner = set(tree.parents.tolist())
     return (node for node in range(len(tree)) if node not in inner)
-
-
-@pytest.mark.parametrize(("family", "kv_heads", "tied"), [(f, *heads) for f in MAKERS for heads in ((2, False), (4, True))])
-@settings(max_examples=8, deadline=None)
-@given(tree=random_trees(vocabulary=50, most_levels=3, most_per_level=3))
-def test_a_tree_pass_equals_sequential_passes_of_its_paths(family: str, kv_heads: int, tied: bool, tree: SlowTree) -> None:
-    """All nodes at once with the tree mask against one causal pass per leaf, float64, prompt with an image."""
-    target, inputs, prompt = prompted(family, kv_heads, tied)
-    cache = target.new_cache(64)
-    target.prefill(prompt, cache)
-    found = tree_pass(target, tree.tokens, prompt.next_position + tree.depths, tree.ancestors, cache).last[0]
-    for leaf in leaves(tree):
-        path = walk(tree, leaf)
-        again = followed_by(target, inputs, tree.tokens[path])
-        straight = target.features(target.embed(again)).last[0, -len(path) :]
-        torch.testing.assert_close(found[path], straight, atol=1e-11, rtol=0)

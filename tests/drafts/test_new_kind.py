@@ -18,8 +18,7 @@ import pytest
 import torch
 from hydra.core.config_store import ConfigStore
 from safetensors.torch import load_file
-from support.messages import refused
-from support.models import make_inputs, make_qwen
+from support.models import make_inputs
 from support.pass_helpers import call_again, capture_with, without_compiler
 from support.toy_helpers import make_policy
 from support.train_helpers import configured, make_target, metrics, single_process, train_quickly
@@ -238,11 +237,3 @@ def test_a_row_is_a_choice_of_the_configuration() -> None:
     assert (draft.kind, draft.scale) == ("bigram", 0.5)
     assert config.run.name.startswith("pocket_qwen2_5_vl-bigram")
     assert unknown_key("draft.scale", Config).endswith("draft=bigram")
-
-
-def test_without_the_row_the_kind_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(KINDS, ROW.name)
-    with refused("'bigram'", ", model"):
-        sage.new_draft(make_qwen(), "bigram")
-    with refused("draft=bigram", ", model"):
-        compose("config", BIGRAM, Config)
