@@ -231,7 +231,7 @@ class TableCache:
 
 
 class TableTarget:
-    """A target that reads a table. Features are indices of contexts; `evaluated` holds the contexts of the last `lm_head`."""
+    """A target, with its passes, that reads a table. Features index contexts; `evaluated` are those of the last `lm_head`."""
 
     passes = PassMode.eager
 
@@ -246,9 +246,7 @@ class TableTarget:
         cache.rows = prompt.input_ids[0].tolist()
         return self._features([()])
 
-    def tree_pass(
-        self, tokens: torch.Tensor, positions: torch.Tensor, ancestors: torch.Tensor, cache: TableCache
-    ) -> TreeOutput:
+    def over(self, tokens: torch.Tensor, positions: torch.Tensor, ancestors: torch.Tensor, cache: TableCache) -> TreeOutput:
         contexts = [(*cache.rows, *tokens[seen].tolist())[len(PROMPT) :] for seen in ancestors]
         assert positions.tolist() == [len(context) for context in contexts]
         cache.rows += tokens.tolist()
@@ -297,14 +295,6 @@ class SteadyClock:
         return lambda: RoundTimes(verify_s=1.0, draft=[(1, 0.01)], total_s=1.02)
 
 
-class TablePasses:
-    def __init__(self, target: TableTarget) -> None:
-        self.target = target
-
-    def over(self, *args: Any) -> TreeOutput:
-        return self.target.tree_pass(*args)
-
-
 def toy_request(
     policy: Policy, fixed: dict[Context, int], max_new_tokens: int, eos: list[int], sampling: Sampling = PLAIN
 ) -> Request:
@@ -317,9 +307,9 @@ def toy_request(
     cache: Any = TableCache()
     session = TableSession(draft_probs) if policy.num_candidates else None
     sampling = replace(sampling, max_new_tokens=max_new_tokens)
-    stop, passes = StopCriterion(sampling, eos), TablePasses(target)
+    stop = StopCriterion(sampling, eos)
     verifier, clock = Verifier(FixedDraws(target, fixed, sampling)), SteadyClock()
-    return Request(target, session, policy, verifier, stop, prompt, cache, clock, passes)  # type: ignore[arg-type]
+    return Request(target, session, policy, verifier, stop, prompt, cache, clock, target)  # type: ignore[arg-type]
 
 
 def probability(tokens: Context, probs: NextTokenProbs = target_probs) -> float:
