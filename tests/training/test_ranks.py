@@ -1,6 +1,6 @@
 """Two ranks against one: every ZeRO stage with a complete and a sharded target, and runs with a changed number of ranks.
 
-All jobs run in the same two processes, started with srun's variables (see two_ranks.py).
+All jobs run in the same two processes, started with srun's variables (see rank_process.py).
 """
 
 import contextlib
@@ -43,6 +43,7 @@ from train.state.resume import rng_state, set_rng_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
+PROCESS = str(ROOT / "tests/support/rank_process.py")
 STAGES = (0, 1, 2, 3)
 WHOLE = (0, 3)  # stages that also run with a complete and with a sharded target; other runs have stages 1 and 2
 ports = iter(random.Random(os.getpid()).sample(RENDEZVOUS_PORTS, 100))
@@ -99,7 +100,7 @@ def run_two_ranks(commands: ForkServer, home: Path, target: Path) -> None:
 def start_rank(commands: ForkServer, home: Path, rank: int, errors: Path) -> subprocess.Popen[bytes]:
     with errors.open("w") as stderr:
         return subprocess.Popen(
-            [*commands.command(str(ROOT / "tests/support/two_ranks.py")), home / "jobs.json", home / f"notes_{rank}.json"],
+            [*commands.command(PROCESS), "jobs", home / "jobs.json", home / f"notes_{rank}.json"],
             env=environment() | srun_variables(rank),
             stderr=stderr,
         )
@@ -177,10 +178,9 @@ def test_layers_are_gathered_within_a_node(commands: ForkServer, tmp_path: Path,
     arguments, port = tmp_path / "arguments.json", str(free_port())
     arguments.write_text(json.dumps(command(target, tmp_path / "run", *WHERE, "deepspeed.shard_target=true")))
     torchrun = environment() | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    script = str(ROOT / "tests/support/four_ranks.py")
     processes = [
         subprocess.Popen(
-            [*commands.command(script), arguments, tmp_path / f"seen_{rank}.json"],
+            [*commands.command(PROCESS), "nodes", arguments, tmp_path / f"seen_{rank}.json"],
             env=torchrun | {"RANK": str(rank), "LOCAL_RANK": str(rank % 2)},
         )
         for rank in range(4)
