@@ -1,19 +1,10 @@
 """Fixtures of the tests of exports."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import sage
 
 
 @pytest.fixture(scope="session")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, sage.Target]:
+def targets(tmp_path_factory: pytest.TempPathFactory):
     """Tiny targets of both families, saved; shared by all tests, not to be changed."""
     from support.export_helpers import save_target
 
@@ -23,7 +14,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, sage.Target]:
 
 
 @pytest.fixture
-def unserved(targets: dict[str, sage.Target], monkeypatch: pytest.MonkeyPatch) -> sage.Target:
+def unserved(targets, monkeypatch: pytest.MonkeyPatch):
     """A target whose family no engine serves."""
     found = targets["llava_onevision"]
     monkeypatch.setattr(type(found.family), "served_by", ())
@@ -31,13 +22,13 @@ def unserved(targets: dict[str, sage.Target], monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture(scope="session")
-def target(targets: dict[str, sage.Target]) -> sage.Target:
+def target(targets):
     """The target of `exports`."""
     return targets["qwen2_5_vl"]
 
 
 @pytest.fixture(scope="session")
-def exports(target: sage.Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exports(target, tmp_path_factory: pytest.TempPathFactory):
     """A folder with the export NAME and its draft NAME-draft for every row of `EXPORTS`; not to be changed."""
     from support.export_helpers import EXPORTS, export_draft, make_draft
 
