@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.messages import check_message, refused
-from support.models import Operators, make_qwen, random_draft
+from support.models import Operators, make_inputs, make_qwen, random_draft
 
 import sage
 from sage.costs import measure
@@ -47,6 +47,15 @@ def test_measured_once_for_requests_of_similar_length(measured: list[Any], tiny_
     (path,) = files()
     known = json.loads(path.read_text())["depends_on"]
     assert known["threads"] == torch.get_num_threads() and known["contexts"] == list(measured[0])
+
+
+def test_a_request_reads_them(measured: list[Any], tiny_qwen: sage.Target) -> None:
+    draft = random_draft(tiny_qwen).eval()
+    for _ in range(2):
+        sage.generate(tiny_qwen, draft, make_inputs(tiny_qwen), "cost_aware", max_new_tokens=2)
+    assert len(measured) == 1
+    sage.generate(tiny_qwen, draft, make_inputs(tiny_qwen), sage.policy("cost_aware", fresh_costs=True), max_new_tokens=2)
+    assert len(measured) == 2 and len(files()) == 1
 
 
 @pytest.mark.parametrize("what", ["threads", "passes", "dtype", "draft", "kind", "target", "context", "processor", "source"])
