@@ -235,7 +235,7 @@ def make_batch(
         supervised: share of the text.
     """
     image = Image.effect_noise(size, 64).convert("RGB")
-    pixels, (text,) = family.encode_images(processor, [image])
+    pixels, (text,) = family.encode_images(processor, [image]), family.image_texts(processor, [size])
     count = text.count(family.placeholders["image"])
     if count + 2 >= length:
         raise ValueError(f"--images: an image takes {count} tokens; --length {length} is too short")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from data_prep.cache import computed_once
-from data_prep.chat import Fit, Lengths, encode_example, example_lengths, leading_turns, naming_faults, segments, turn_ends
+from data_prep.chat import Fit, Lengths, example_lengths, leading_turns, naming_faults, segments, turn_ends
 from data_prep.config import DataConfig, OnLong
 from data_prep.conversation import BadItem, Conversation, check_conversation, media_parts
 from data_prep.dataset.index import INVALID, Index, has_repaired_item, result_folder
@@ -206,16 +206,12 @@ class Measuring:
         waiting: list[tuple[int, list[int]]] = []  # index in `masks` and tokens that are left out, for each of `chats`
         for item in items:
             try:
-                conversation = item if isinstance(item, Conversation) else self.index.conversation(item)
-                sized = self._sized(conversation)
-                if sized is None:
-                    masks.append(encode_example(conversation, self.processor, self.config.num_frames)["loss_mask"])
-                    continue
+                chat, omitted = self._sized(item if isinstance(item, Conversation) else self.index.conversation(item))
             except BadItem as error:
                 masks.append(error)
                 continue
-            chats.append(sized[0])
-            waiting.append((len(masks), sized[1]))
+            chats.append(chat)
+            waiting.append((len(masks), omitted))
             masks.append(torch.empty(0))
         counts = self.processor.count_tokens(chats)
         for (index, omitted), chat, tokens in zip(waiting, chats, counts, strict=True):
@@ -223,7 +219,7 @@ class Measuring:
             masks[index] = supervised.repeat_interleave(torch.tensor(tokens) + torch.tensor(omitted))
         return masks
 
-    def _sized(self, conversation: Conversation) -> tuple[list[Segment], list[int]] | None:
+    def _sized(self, conversation: Conversation) -> tuple[list[Segment], list[int]]:
         """Returns `Processor.with_media_texts` of a conversation; BadItem if it is invalid."""
         conversation = check_conversation(conversation)
         with naming_faults(conversation):

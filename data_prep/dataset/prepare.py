@@ -181,7 +181,7 @@ class PixelTable:
         columns = []
         for level in range(LEVELS):
             grey = Image.new("RGB", (PROBE_SIDE, PROBE_SIDE), (level,) * 3)
-            pixels, _ = processor.family.encode_images(processor.image_processor, [grey])
+            pixels = processor.family.encode_images(processor.image_processor, [grey])
             columns.append(_by_channel(pixels["pixel_values"].numpy(), channels)[0, :, 0])
         return cls(np.stack(columns, axis=1), frames)
 

@@ -125,7 +125,7 @@ def probe_loss(logits: dict[str, torch.Tensor], labels: dict[str, torch.Tensor])
 def visual_tokens(model: Any, processor: Processor, images: list[Image.Image]) -> torch.Tensor:
     """Returns the visual tokens of images, with the deepstack features that are added to them later: [B, 16, D]."""
     family = family_of(model.config)
-    inputs, _ = family.encode_images(processor.image_processor, images)
+    inputs = family.encode_images(processor.image_processor, images)
     [visual] = family.visual_features(model, inputs).values()
     tokens = visual.embeds + sum(layer for extra in visual.extras.values() for layer in extra.unbind(1))
     # The tokens of several LLaVA-OneVision images are each followed by a newline.

@@ -63,48 +63,45 @@ class InputFormat:
         """Returns the chat template to use, given that of the target's files, which cannot be trained on in some families."""
         return stock
 
-    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
-        """Returns the pixel inputs of one conversation's images, and the text that replaces the placeholder of each.
+    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str]:
+        """Returns the text that replaces the placeholder of each image of one conversation, given their sizes.
 
         By default, raises ValueError: the family takes none.
         """
         raise ValueError(f"image: {self.model_type} takes no images; choose a vision-language target")
 
-    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
-        """As `encode_images`, of the frames of each video and their number per second, as sampled."""
+    def video_texts(self, image_processor: Any, videos: Sequence[VideoSize], fps: list[float]) -> list[str]:
+        """As `image_texts`, of videos with so many frames per second, as sampled."""
         raise ValueError(f"video: {self.model_type} takes no videos; give the frames as images")
-
-    def encode_media(
-        self, image_processor: Any, order: Sequence[str], images: list[Any], videos: list[list[Any]], fps: list[float]
-    ) -> tuple[Inputs, list[str]]:
-        """Returns the pixel inputs of one conversation, and the replacement texts in reading order.
-
-        By default images and videos are encoded separately. A family whose frames are images overrides it, because its pixel
-        inputs are then in reading order (`order`: "image" or "video" for each placeholder).
-        """
-        pixels, image_texts = self.encode_images(image_processor, images) if images else ({}, [])
-        frames, video_texts = self.encode_videos(image_processor, videos, fps) if videos else ({}, [])
-        readers = {"image": iter(image_texts), "video": iter(video_texts)}
-        return pixels | frames, [next(readers[kind]) for kind in order]
-
-    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str] | None:
-        """Returns the texts of `encode_images` from the sizes of one conversation's images; None: unknown without pixels."""
-        return None
-
-    def video_texts(self, image_processor: Any, videos: Sequence[VideoSize], fps: list[float]) -> list[str] | None:
-        """Returns the texts of `encode_videos` from the sizes of one conversation's videos; None: unknown without pixels."""
-        return None
 
     def media_texts(
         self, image_processor: Any, order: Sequence[str], images: Sequence[Size], videos: Sequence[VideoSize], fps: list[float]
-    ) -> list[str] | None:
-        """Returns the texts of `encode_media` from the sizes of images and videos; None if the family needs their pixels."""
+    ) -> list[str]:
+        """Returns the texts of the images and videos of one conversation in reading order (`order`: "image" or "video")."""
         image_texts = self.image_texts(image_processor, images) if images else []
         video_texts = self.video_texts(image_processor, videos, fps) if videos else []
-        if image_texts is None or video_texts is None:
-            return None
         readers = {"image": iter(image_texts), "video": iter(video_texts)}
         return [next(readers[kind]) for kind in order]
+
+    def encode_images(self, image_processor: Any, images: list[Any]) -> Inputs:
+        """Returns the pixel inputs of one conversation's images; by default the image processor's `pixel_keys`."""
+        out = image_processor(images=images, return_tensors="pt")
+        return {key: torch.as_tensor(out[key]) for key in self.pixel_keys}
+
+    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> Inputs:
+        """As `encode_images`, of the frames of each video. Only called for a family with `video_texts`."""
+        raise NotImplementedError
+
+    def encode_media(
+        self, image_processor: Any, order: Sequence[str], images: list[Any], videos: list[list[Any]], fps: list[float]
+    ) -> Inputs:
+        """Returns the pixel inputs of one conversation.
+
+        By default images and videos are encoded separately. A family whose frames are images overrides it, because its pixel
+        inputs are then in reading order.
+        """
+        pixels = self.encode_images(image_processor, images) if images else {}
+        return pixels | (self.encode_videos(image_processor, videos, fps) if videos else {})
 
     def token_inputs(self, input_ids: Tensor) -> Inputs:
         """Returns per-token inputs in addition to `input_ids` [T]; none by default."""

@@ -191,20 +191,27 @@ class Processor:
         """
         images, videos = images or [], videos or []
         fps = [DEFAULT_FPS] * len(videos) if fps is None else fps
-        order = self._media_order(segments, images, videos, fps)
-        pixels: Inputs = {}
-        if images or videos:
-            pixels, texts = self.family.encode_media(self.image_processor, order, images, videos, fps)
-            left = iter(texts)
-            segments = [
-                (self._placeholders.sub(lambda _: next(left), text) if isinstance(text, str) else text, is_answer)
-                for text, is_answer in segments
-            ]
+        sizes = [VideoSize(len(frames), *frames[0].size) for frames in videos]
+        segments, order = self._with_texts(segments, [image.size for image in images], sizes, fps)
+        pixels = self.family.encode_media(self.image_processor, order, images, videos, fps) if order else {}
         [ids] = self._tokenize([segments])
         input_ids = torch.tensor([token for piece in ids for token in piece], dtype=torch.long)
         mask = [supervised for piece, (_, supervised) in zip(ids, segments, strict=True) for _ in piece]
         loss_mask = torch.tensor(mask, dtype=torch.bool)
         return {"input_ids": input_ids, "loss_mask": loss_mask, **self.family.token_inputs(input_ids), **pixels}
+
+    def _with_texts(
+        self, segments: list[Segment], images: Sequence[Size], videos: Sequence[VideoSize], fps: list[float]
+    ) -> tuple[list[Segment], list[str]]:
+        """Replaces the placeholders by the texts for images and videos of these sizes; returns also the `_media_order`."""
+        order = self._media_order(segments, images, videos, fps)
+        left = iter(self.family.media_texts(self.image_processor, order, images, videos, fps))
+        if order:
+            segments = [
+                (self._placeholders.sub(lambda _: next(left), text) if isinstance(text, str) else text, is_answer)
+                for text, is_answer in segments
+            ]
+        return segments, order
 
     def _media_order(
         self, segments: list[Segment], images: Sequence[Any], videos: Sequence[Any], fps: Sequence[float]
@@ -297,25 +304,17 @@ class Processor:
 
     def with_media_texts(
         self, segments: list[Segment], images: list[Size], videos: list[VideoSize], fps: list[float]
-    ) -> tuple[list[Segment], list[int]] | None:
+    ) -> tuple[list[Segment], list[int]]:
         """Replaces the placeholders of `encode`'s segments by the texts for images and videos of these sizes.
 
-        Returns the segments, with one token in place of a run of visual ones, and the number of tokens that each is short of;
-        None if the family needs pixels.
+        Returns the segments, with one token in place of a run of visual ones, and the number of tokens that each is short of.
         """
-        order = self._media_order(segments, images, videos, fps)
-        if not images and not videos:
-            return segments, [0] * len(segments)
-        texts = self.family.media_texts(self.image_processor, order, images, videos, fps)
-        if texts is None:
-            return None
-        left, omitted = iter(texts), [0] * len(segments)
-        shortened = list(segments)
+        segments, order = self._with_texts(segments, images, videos, fps)
+        shortened, omitted = list(segments), [0] * len(segments)
         for i, (text, is_answer) in enumerate(segments):
-            if isinstance(text, str):
-                expanded = self._placeholders.sub(lambda _: next(left), text)
-                shortened[i] = (self._slot_runs.sub(lambda run: run[1], expanded), is_answer)
-                omitted[i] = sum(len(run[0]) // len(run[1]) - 1 for run in self._slot_runs.finditer(expanded))
+            if isinstance(text, str) and order:
+                shortened[i] = (self._slot_runs.sub(lambda run: run[1], text), is_answer)
+                omitted[i] = sum(len(run[0]) // len(run[1]) - 1 for run in self._slot_runs.finditer(text))
         return shortened, omitted
 
     def tokens_of(self, text: str) -> list[int]:

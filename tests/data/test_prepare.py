@@ -194,13 +194,13 @@ def test_encoded_pixels_are_exact_or_not_used(family: str) -> None:
     noise = make_noise(40, 24)
     pixels = processor.encode([("a", True)], [])  # no image, no pixels
     assert "pixel_values" not in pixels
-    found, _ = processor.family.encode_images(processor.image_processor, [noise])
+    found = processor.family.encode_images(processor.image_processor, [noise])
     values = found["pixel_values"].numpy()
     kind, stored = table.pack(values)
     assert kind == (STILL if family == "qwen2_5_vl" else LEVEL)
     assert stored.dtype == np.uint8
     assert np.array_equal(table.unpack(kind, stored), values)
-    video, _ = processor.family.encode_videos(processor.image_processor, [[make_image(), make_image(colour="blue")]], [2.0])
+    video = processor.family.encode_videos(processor.image_processor, [[make_image(), make_image(colour="blue")]], [2.0])
     kind, stored = table.pack(video["pixel_values_videos"].numpy())
     assert kind == LEVEL
     assert np.array_equal(table.unpack(kind, stored), video["pixel_values_videos"].numpy())

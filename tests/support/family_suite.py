@@ -23,7 +23,7 @@ from checkpoints.export.exporter import ExportOptions, export
 from data_prep.chat import segments
 from data_prep.conversation import Message
 from sage.decoding import generation
-from sage.inputs.format import InputFormat, Inputs
+from sage.inputs.format import Inputs
 from sage.inputs.processing import Processor
 from sage.inputs.video import VideoSize
 from sage.runtime.captured import Captured
@@ -233,16 +233,16 @@ class FamilySuite:
         family, processor = target.family, target.processor
         for sizes in ([(16, 8)], [(8, 8), (30, 11)]):
             images = [random_image(*size) for size in sizes]
-            texts = family.encode_images(processor.image_processor, images)[1]
+            texts = family.image_texts(processor.image_processor, sizes)
             pixels, theirs = self.hugging_face_pixels(target, images), self.hugging_face(target)
             assert texts == [theirs.replace_image_token(pixels, i) for i in range(len(sizes))]
         if not self.has_video:
             with pytest.raises(ValueError, match=f"video: {family.model_type} takes no videos"):
-                family.encode_videos(processor.image_processor, [[random_image(8, 8)]], [1.0])
+                family.video_texts(processor.image_processor, [VideoSize(1, 8, 8)], [1.0])
             return
         for frames in (2, 3, 4):
-            video = [random_image(16, 16, i) for i in range(frames)]
-            pixels, texts = family.encode_videos(processor.image_processor, [video], [2.0])
+            pixels = family.encode_videos(processor.image_processor, [[random_image(16, 16, i) for i in range(frames)]], [2.0])
+            texts = family.video_texts(processor.image_processor, [VideoSize(frames, 16, 16)], [2.0])
             metadata = [VideoMetadata(total_num_frames=frames, fps=2.0, frames_indices=list(range(frames)))]
             assert texts == [self.hugging_face(target).replace_video_token({**pixels, "video_metadata": metadata}, 0)]
 
@@ -261,7 +261,7 @@ class FamilySuite:
 
     def hugging_face_pixels(self, target: sage.Target, images: list[Any]) -> Any:
         """Returns what Hugging Face's processor reads to compute the texts of images."""
-        return target.family.encode_images(target.processor.image_processor, images)[0]
+        return target.family.encode_images(target.processor.image_processor, images)
 
     def test_two_turn_chats_split_into_the_tokens_of_the_whole(self, target: sage.Target) -> None:
         """Supervised are the answers and the tokens that end them; together the pieces are the rendered chat."""
@@ -298,13 +298,7 @@ class FamilySuite:
             images, videos = ([i for i in items if isinstance(i, list) is is_video] for is_video in (False, True))
             sizes = [VideoSize(len(video), *video[0].size) for video in videos]
             rates = [1.5] * len(videos)
-            short = target.processor.with_media_texts(found, [image.size for image in images], sizes, rates)
-            if short is None:
-                assert type(target.family).image_texts is InputFormat.image_texts, (
-                    "the family has arithmetic, but not for these"
-                )
-                return
-            chats.append(short)
+            chats.append(target.processor.with_media_texts(found, [image.size for image in images], sizes, rates))
             expected.append(target.processor.encode(found, images, videos, rates)["loss_mask"].tolist())
         for (pieces, omitted), counts, mask in zip(
             chats, target.processor.count_tokens([pieces for pieces, _ in chats]), expected, strict=True

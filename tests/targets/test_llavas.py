@@ -27,6 +27,7 @@ import sage
 from data_prep.chat import segments
 from data_prep.conversation import Message
 from sage.inputs.processing import Processor
+from sage.inputs.video import VideoSize
 from sage.targets.families import family_of
 
 
@@ -171,12 +172,12 @@ class TestInternVL(FamilySuite):
     def test_replacement_texts_are_hugging_faces(self, target: sage.Target) -> None:
         """Images of one tile, and of several with a thumbnail; frames are numbered."""
         family, processor, theirs = target.family, target.processor.image_processor, self.hugging_face(target)
-        images = [random_image(8, 8), random_image(40, 12)]
-        found = processor(images=images, crop_to_patches=True, return_tensors="pt")
+        sizes = [(8, 8), (40, 12)]
+        found = processor(images=[random_image(*size) for size in sizes], crop_to_patches=True, return_tensors="pt")
         assert found["num_patches"].tolist() == [1, 4]
-        assert family.encode_images(processor, images)[1] == [theirs.replace_image_token(found, i) for i in range(2)]
+        assert family.image_texts(processor, sizes) == [theirs.replace_image_token(found, i) for i in range(2)]
         videos = {"pixel_values_videos": [torch.zeros(frames, 3, 16, 16) for frames in (3, 1)]}
-        _, texts = family.encode_videos(processor, [FRAMES, FRAMES[:1]], [1.0, 1.0])
+        texts = family.video_texts(processor, [VideoSize(3, 16, 16), VideoSize(1, 16, 16)], [1.0, 1.0])
         assert texts == [theirs.replace_video_token(videos, i) for i in range(2)]
 
     def test_pixels_are_in_reading_order(self, target: sage.Target) -> None:
@@ -185,12 +186,14 @@ class TestInternVL(FamilySuite):
         image, video = random_image(40, 12, seed=9), {"type": "video", "fps": 1.0}
         parts = [video | {"video": FRAMES}, {"type": "image", "image": image}, video | {"video": FRAMES[1:2]}]
         inputs = target.prepare(user(*parts, "which?"))
-        encoded = [family.encode_videos(processor, [FRAMES], [1.0]), family.encode_images(processor, [image])]
-        encoded.append(family.encode_videos(processor, [FRAMES[1:2]], [1.0]))
-        expected = torch.cat([pixels["pixel_values"] for pixels, _ in encoded])
+        media = [(FRAMES, False), ([image], True), (FRAMES[1:2], False)]
+        tiles = [processor(images=images, crop_to_patches=is_cut, return_tensors="pt") for images, is_cut in media]
+        expected = torch.cat([torch.as_tensor(each["pixel_values"]) for each in tiles])
         assert torch.equal(inputs["pixel_values"], expected) and len(expected) == 3 + 4 + 1
+        sizes = [VideoSize(len(frames), *frames[0].size) for frames in (FRAMES, FRAMES[1:2])]
+        first, second = family.video_texts(processor, sizes, [1.0, 1.0])
         rendered = target.processor.tokenizer.decode(inputs["input_ids"][0])
-        assert "\n".join(texts[0] for _, texts in encoded) in rendered
+        assert "\n".join((first, *family.image_texts(processor, [image.size]), second)) in rendered
 
     def test_dynamic_rope_is_unscaled_within_the_context(self, target: sage.Target) -> None:
         """Drafts rotate as Hugging Face's text model does up to the last position that is decoded."""

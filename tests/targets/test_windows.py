@@ -81,7 +81,7 @@ class TestGemma3(TestGemma3Text):
         options = {f"pan_and_scan_{name}": value for name, value in crop.items()}
         images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=True, **options)
         pictures = [random_image(8, 8), random_image(30, 11)]
-        pixels, texts = target.family.encode_images(images, pictures)
+        pixels, texts = target.family.encode_images(images, pictures), target.family.image_texts(images, [(8, 8), (30, 11)])
         theirs = self.hugging_face(target)
         assert len(pixels["pixel_values"]) == 5
         assert texts == [theirs.replace_image_token(images(pictures), i) for i in range(2)]

@@ -40,12 +40,8 @@ class Gemma3(Gemma3Text):
     def slot_texts(self) -> dict[str, str]:
         return {"image": "<image_soft_token>"}
 
-    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
-        """With pan and scan, crops follow their image."""
-        out = image_processor(images=images, return_tensors="pt")
-        return {"pixel_values": out["pixel_values"]}, [self._text(count) for count in out["num_crops"].tolist()]
-
     def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str]:
+        """With pan and scan, crops follow their image."""
         return [self._text(_num_crops(image_processor, size)) for size in sizes]
 
     def _text(self, num_crops: int) -> str:

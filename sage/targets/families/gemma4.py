@@ -67,18 +67,16 @@ class Gemma4(Gemma4Text):
     placeholders = {"image": "<|image|>", "video": "<|video|>"}
     pixel_keys = ("pixel_values", "image_position_ids", "pixel_values_videos", "video_position_ids", "num_frames_per_video")
 
-    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
+    def encode_images(self, image_processor: Any, images: list[Any]) -> Inputs:
         out = image_processor(images=images, return_tensors="pt")
-        texts = [self._text("image", count) for count in out["num_soft_tokens_per_image"].tolist()]
-        return {key: out[key] for key in self.pixel_keys[:2]}, texts
+        return {key: out[key] for key in self.pixel_keys[:2]}
 
-    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
+    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> Inputs:
         frames = [frame for video in videos for frame in video]
         out = image_processor(images=frames, max_soft_tokens=_frame_tokens(image_processor), return_tensors="pt")
         counts = torch.tensor([len(video) for video in videos])
         values = (out["pixel_values"], out["image_position_ids"], counts)
-        sizes = [VideoSize(len(video), *video[0].size) for video in videos]
-        return dict(zip(self.pixel_keys[2:], values, strict=True)), self.video_texts(image_processor, sizes, fps)
+        return dict(zip(self.pixel_keys[2:], values, strict=True))
 
     def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str]:
         most = image_processor.max_soft_tokens

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sage.inputs.format import Inputs
 from sage.inputs.video import Size, VideoSize
@@ -29,38 +30,25 @@ class InternVL(Family):
 
     def encode_media(
         self, image_processor: Any, order: Sequence[str], images: list[Any], videos: list[list[Any]], fps: list[float]
-    ) -> tuple[Inputs, list[str]]:
-        left, rates = {"image": iter(images), "video": iter(videos)}, iter(fps)
-        encoded = []
-        for kind in order:
-            item = [next(left[kind])]
-            if kind == "image":
-                encoded.append(self.encode_images(image_processor, item))
-            else:
-                encoded.append(self.encode_videos(image_processor, item, [next(rates)]))
-        pixels = torch.cat([inputs["pixel_values"] for inputs, _ in encoded])
-        return {"pixel_values": pixels}, [text for _, texts in encoded for text in texts]
+    ) -> Inputs:
+        left = {"image": ([image] for image in images), "video": iter(videos)}
+        tiles = [self._tiles(image_processor, next(left[kind]), kind == "image") for kind in order]
+        return {"pixel_values": torch.cat(tiles)}
 
-    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
-        out = image_processor(images=images, crop_to_patches=True, return_tensors="pt")
-        texts = [self._delimited(tiles) for tiles in torch.as_tensor(out["num_patches"]).tolist()]
-        return {"pixel_values": out["pixel_values"]}, texts
+    def encode_images(self, image_processor: Any, images: list[Any]) -> Inputs:
+        return {"pixel_values": self._tiles(image_processor, images, True)}
 
-    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
-        """Numbers the frames; `fps` is not used, because neither texts nor positions carry time."""
-        frames = [frame for video in videos for frame in video]
-        pixels = image_processor(images=frames, crop_to_patches=False, return_tensors="pt")["pixel_values"]
-        return {"pixel_values": pixels}, [self._video_text(len(video)) for video in videos]
+    def _tiles(self, image_processor: Any, images: list[Any], is_cut: bool) -> Tensor:
+        """Returns the tiles of images, of those that are not cut (frames) one each."""
+        return torch.as_tensor(image_processor(images=images, crop_to_patches=is_cut, return_tensors="pt")["pixel_values"])
 
     def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str]:
         count = image_processor.get_number_of_image_patches
         return [self._delimited(count(height, width, {"crop_to_patches": True})) for width, height in sizes]
 
     def video_texts(self, image_processor: Any, videos: Sequence[VideoSize], fps: list[float]) -> list[str]:
-        return [self._video_text(video.frames) for video in videos]
-
-    def _video_text(self, frames: int) -> str:
-        return "\n".join(f"Frame{i}: {self._delimited(1)}" for i in range(1, frames + 1))
+        """Numbers the frames; `fps` is not used, because neither texts nor positions carry time."""
+        return ["\n".join(f"Frame{i + 1}: {self._delimited(1)}" for i in range(video.frames)) for video in videos]
 
     def _delimited(self, tiles: int) -> str:
         return f"<img>{self.placeholders['image'] * self.config.image_seq_length * tiles}</img>"

@@ -43,20 +43,20 @@ class Llava(Family):
             return stock
         return VICUNA
 
-    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
-        pixels = image_processor(images=images, return_tensors="pt")["pixel_values"]
-        count = self._tile_tokens(*pixels.shape[-2:])
-        return {"pixel_values": pixels}, [self.placeholders["image"] * count] * len(images)
+    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str]:
+        return [self.placeholders["image"] * self._tile_tokens] * len(sizes)
 
-    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str] | None:
-        tile = tile_size(image_processor)
-        return None if tile is None else [self.placeholders["image"] * self._tile_tokens(*tile)] * len(sizes)
-
-    def _tile_tokens(self, height: int, width: int) -> int:
-        """Visual tokens of a tile in pixels; the strategy "default" drops the first token of the vision tower."""
+    @property
+    def _side(self) -> int:
+        """Patches along one side of a tile; the vision tower takes no other tiles."""
         vision = self.config.vision_config
+        return int(vision.image_size // vision.patch_size)
+
+    @property
+    def _tile_tokens(self) -> int:
+        """Visual tokens of a tile; the strategy "default" drops the first token of the vision tower."""
         dropped = self.config.vision_feature_select_strategy == "default"
-        return (height // vision.patch_size) * (width // vision.patch_size) + CLASS_TOKENS[vision.model_type] - dropped
+        return self._side**2 + CLASS_TOKENS[self.config.vision_config.model_type] - dropped
 
 
 class LlavaNext(Llava):
@@ -70,26 +70,9 @@ class LlavaNext(Llava):
     needs_plugin = True
     pixel_keys: ClassVar[tuple[str, ...]] = ("pixel_values", "image_sizes")
 
-    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
-        out = image_processor(images=images, return_tensors="pt")
-        inputs = {key: torch.as_tensor(out[key]) for key in self.pixel_keys}
-        sizes = [(width, height) for height, width in inputs["image_sizes"].tolist()]
-        return inputs, self._texts(self._tile_tokens(*inputs["pixel_values"].shape[-2:]), sizes)
-
-    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str] | None:
-        tile = tile_size(image_processor)
-        return None if tile is None else self._texts(self._tile_tokens(*tile), sizes)
-
-    def _texts(self, base: int, sizes: Sequence[Size]) -> list[str]:
-        """Texts of images, given the visual tokens of a base tile and the size of each image."""
+    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str]:
         grids = [self._grid(height, width) for width, height in sizes]
-        return [self.placeholders["image"] * (base + rows * (columns + 1)) for rows, columns in grids]
-
-    @property
-    def _side(self) -> int:
-        """Patches along one side of a tile."""
-        vision = self.config.vision_config
-        return int(vision.image_size // vision.patch_size)
+        return [self.placeholders["image"] * (self._tile_tokens + rows * (columns + 1)) for rows, columns in grids]
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of the patches of an image's tiles, without those that only cover padding."""
@@ -114,10 +97,9 @@ class LlavaOnevision(LlavaNext):
     placeholders = {"image": "<image>", "video": "<video>"}
     pixel_keys = ("pixel_values", "image_sizes", "batch_num_images", "pixel_values_videos")
 
-    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
+    def encode_images(self, image_processor: Any, images: list[Any]) -> Inputs:
         out = image_processor(images=[images], return_tensors="pt")
-        inputs = {key: torch.as_tensor(out[key]) for key in ("pixel_values", "image_sizes", "batch_num_images")}
-        return inputs, self.image_texts(image_processor, [image.size for image in images])
+        return {key: torch.as_tensor(out[key]) for key in self.pixel_keys[:3]}
 
     def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str]:
         count = self._side**2 + 1 if len(sizes) > 1 else self._num_tokens(sizes[0][1], sizes[0][0])
@@ -132,14 +114,10 @@ class LlavaOnevision(LlavaNext):
             rows, columns = int(rows // ratio), int(columns // ratio)
         return self._side**2 + rows * (columns + 1)
 
-    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
+    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> Inputs:
         """Resizes each frame to one tile; `fps` is not used, because positions carry no time."""
-        texts = self.video_texts(image_processor, [VideoSize(len(frames), *frames[0].size) for frames in videos], fps)
-        pixels = []
-        for frames in videos:
-            tiles = image_processor(images=[[frame] for frame in frames], return_tensors="pt")["pixel_values"]
-            pixels.append(tiles[:, 0])
-        return {"pixel_values_videos": torch.stack(pixels)}, texts
+        tiles = [image_processor(images=[[frame] for frame in frames], return_tensors="pt") for frames in videos]
+        return {"pixel_values_videos": torch.stack([video["pixel_values"][:, 0] for video in tiles])}
 
     def video_texts(self, image_processor: Any, videos: Sequence[VideoSize], fps: list[float]) -> list[str]:
         lengths = {video.frames for video in videos}
@@ -175,15 +153,3 @@ class LlavaOnevision(LlavaNext):
         per_frame = math.ceil(vision.image_size // vision.patch_size / 2) ** 2
         videos = out[: int(is_frame.sum()) * per_frame].split((is_frame.sum(1) * per_frame).tolist())
         return torch.cat([part for video in videos for part in (video, newline)])
-
-
-def tile_size(image_processor: Any) -> tuple[int, int] | None:
-    """Returns height and width in pixels of every tile that an image processor yields; None if they depend on the image."""
-    if image_processor.do_center_crop:
-        size = image_processor.crop_size
-    elif image_processor.do_resize:
-        size = image_processor.size
-    else:
-        return None
-    height, width = size.get("height"), size.get("width")
-    return (int(height), int(width)) if height and width else None

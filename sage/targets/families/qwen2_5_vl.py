@@ -59,21 +59,17 @@ class Qwen2_5_VL(Family):
         "second_per_grid_ts",
     )
 
-    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
+    def encode_images(self, image_processor: Any, images: list[Any]) -> Inputs:
         out = image_processor(images=images, return_tensors="pt")
-        inputs = {"pixel_values": out["pixel_values"], "image_grid_thw": out["image_grid_thw"]}
-        counts = (out["image_grid_thw"].prod(-1) // image_processor.merge_size**2).tolist()
-        return inputs, [self.placeholders["image"] * count for count in counts]
+        return {key: out[key] for key in PIXELS["image"]}
 
-    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
+    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> Inputs:
         """Groups `temporal_patch_size` consecutive frames into a patch; an odd last frame is repeated."""
         patches, grids = zip(*(self._encode_video(image_processor, frames) for frames in videos), strict=True)
-        grid = torch.stack(grids)
-        inputs = {"pixel_values_videos": torch.cat(patches), "video_grid_thw": grid}
+        inputs = {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.stack(grids)}
         if "second_per_grid_ts" in self.pixel_keys:
             inputs["second_per_grid_ts"] = torch.tensor([image_processor.temporal_patch_size / rate for rate in fps])
-        counts = (grid[:, 1:].prod(-1) // image_processor.merge_size**2).tolist()
-        return inputs, self._video_texts(image_processor, counts, [len(frames) for frames in videos], fps)
+        return inputs
 
     def _encode_video(self, image_processor: Any, frames: list[Any]) -> tuple[Tensor, Tensor]:
         """One video -> patches [t*h*w, C*s*p*p] and its grid [3], from the patches of its frames as images.
@@ -93,28 +89,22 @@ class Qwen2_5_VL(Family):
         patches = per_frame.permute(0, 2, 3, 1, 4).reshape(-1, pixels.shape[-1])
         return patches, torch.tensor([len(frames) // step, height, width])
 
-    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str] | None:
-        if not image_processor.do_resize:
-            return None
+    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str]:
         return [self.placeholders["image"] * self._tokens_of(image_processor, size) for size in sizes]
 
-    def video_texts(self, image_processor: Any, videos: Sequence[VideoSize], fps: list[float]) -> list[str] | None:
-        if not image_processor.do_resize:
-            return None
-        counts = [self._tokens_of(image_processor, (video.width, video.height)) for video in videos]
-        return self._video_texts(image_processor, counts, [video.frames for video in videos], fps)
+    def video_texts(self, image_processor: Any, videos: Sequence[VideoSize], fps: list[float]) -> list[str]:
+        step, counts = image_processor.temporal_patch_size, [self._tokens_of(image_processor, video[1:]) for video in videos]
+        each = zip(videos, counts, strict=True)
+        return [self.placeholders["video"] * (-(-video.frames // step) * count) for video, count in each]
 
     def _tokens_of(self, image_processor: Any, size: Size) -> int:
-        """Visual tokens of an image, or of two consecutive frames, of this width and height."""
-        width, height = size
-        return int(image_processor.get_number_of_image_patches(height, width)) // image_processor.merge_size**2
-
-    def _video_texts(
-        self, image_processor: Any, counts: Sequence[int], frames: Sequence[int], fps: Sequence[float]
-    ) -> list[str]:
-        """Texts of videos, given the visual tokens of a temporal patch, the frames, and the frames per second of each."""
-        step = image_processor.temporal_patch_size
-        return [self.placeholders["video"] * (-(-total // step) * count) for count, total in zip(counts, frames, strict=True)]
+        """Visual tokens of an image, or of a temporal patch of a video, of this width and height."""
+        (width, height), patch = size, image_processor.patch_size
+        if image_processor.do_resize:
+            patches = int(image_processor.get_number_of_image_patches(height, width))
+        else:
+            patches = (height // patch) * (width // patch)
+        return patches // image_processor.merge_size**2
 
     def token_inputs(self, input_ids: Tensor) -> Inputs:
         kinds = torch.zeros_like(input_ids, dtype=torch.int32)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from sage.inputs.format import Inputs
+from sage.inputs.video import VideoSize
 from sage.targets.families.qwen2_5_vl import Qwen2_5_VL
 from sage.targets.families.text import Text
 from sage.targets.family import Prompt, Visual
@@ -27,14 +28,12 @@ class Qwen3_VL(Qwen2_5_VL):
     has_windows = False
     published_pixels = (256 * 256, 32 * 32 * 16384)
 
-    def _video_texts(
-        self, image_processor: Any, counts: Sequence[int], frames: Sequence[int], fps: Sequence[float]
-    ) -> list[str]:
+    def video_texts(self, image_processor: Any, videos: Sequence[VideoSize], fps: list[float]) -> list[str]:
         """Each temporal patch has its own delimiters, after the mean time of its first and last frame."""
         step, texts = image_processor.temporal_patch_size, []
-        for count, total, rate in zip(counts, frames, fps, strict=True):
-            pads = self.placeholders["video"] * count
-            times = [min(frame, total - 1) / rate for frame in range(-(-total // step) * step)]  # an odd last one is repeated
+        for (frames, *size), rate in zip(videos, fps, strict=True):
+            pads = self.placeholders["video"] * self._tokens_of(image_processor, (size[0], size[1]))
+            times = [min(frame, frames - 1) / rate for frame in range(-(-frames // step) * step)]  # an odd last one is repeated
             means = [(times[i] + times[i + step - 1]) / 2 for i in range(0, len(times), step)]
             texts.append("".join(f"<{mean:.1f} seconds><|vision_start|>{pads}<|vision_end|>" for mean in means))
         return texts

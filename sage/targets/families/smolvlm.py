@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from sage.inputs.format import Inputs, pad_second
-from sage.inputs.video import Size
+from sage.inputs.video import Size, VideoSize
 from sage.targets.family import Family
 
 MAX_SIDE = 4096  # pixels, of a resized image
@@ -25,14 +25,10 @@ class Idefics3(Family):
     needs_plugin = True
     pixel_keys = ("pixel_values", "pixel_attention_mask")
 
-    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
-        out = image_processor(images=[images], return_row_col_info=True, return_tensors="pt")
-        texts = [self._text(rows, columns) for rows, columns in zip(out["rows"][0], out["cols"][0], strict=True)]
-        return {key: out[key] for key in self.pixel_keys}, texts
+    def encode_images(self, image_processor: Any, images: list[Any]) -> Inputs:
+        return super().encode_images(image_processor, [images])
 
-    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str] | None:
-        if not (image_processor.do_resize and image_processor.size.get("longest_edge")):
-            return None
+    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str]:
         return [self._text(*_rows_and_columns(image_processor, size)) for size in sizes]
 
     def _text(self, rows: int, columns: int) -> str:
@@ -60,12 +56,14 @@ def _rows_and_columns(image_processor: Any, size: Size) -> tuple[int, int]:
     """
     if not image_processor.do_image_splitting:
         return 0, 0
-    tile = image_processor.max_image_size["longest_edge"]
-    width, height = _scaled(size, image_processor.size["longest_edge"])
-    width, height = (width, height + height % 2) if size[0] >= size[1] else (width + width % 2, height)
-    if max(width, height) > MAX_SIDE:
-        width, height = _scaled((width, height), MAX_SIDE)
-    width, height = _scaled((width, height), math.ceil(max(width, height) / tile) * tile)
+    tile, given = image_processor.max_image_size["longest_edge"], image_processor.size
+    if image_processor.do_resize and given.get("longest_edge"):
+        width, height = _scaled(size, given["longest_edge"])
+        size = (width, height + height % 2) if size[0] >= size[1] else (width + width % 2, height)
+        size = _scaled(size, MAX_SIDE) if max(size) > MAX_SIDE else size
+    elif image_processor.do_resize:
+        size = given["width"], given["height"]
+    width, height = _scaled(size, math.ceil(max(size) / tile) * tile)
     rows, columns = math.ceil(height / tile), math.ceil(width / tile)
     return (rows, columns) if rows * columns > 1 else (0, 0)
 
@@ -82,7 +80,7 @@ class SmolVLM(Idefics3):
 
     model_types = {"smolvlm": "SmolVLMForConditionalGeneration"}
 
-    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
+    def video_texts(self, image_processor: Any, videos: Sequence[VideoSize], fps: list[float]) -> list[str]:
         raise ValueError(
             f"video: {self.model_type} takes no videos here, because its video processor in transformers needs torchvision; "
             f"give the frames as images"
