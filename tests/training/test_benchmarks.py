@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import sage
-from benchmarks import gpu_quarter_hour, large_pictures, visual_tokens
+from benchmarks import gpu_quarter_hour, visual_tokens
 from benchmarks import training as bench
 from benchmarks.figures import Figures
 from benchmarks.gpu_quarter_hour import Step, run_steps
@@ -107,12 +107,12 @@ def test_shares_of_visual_tokens_under_a_compressor() -> None:
 @pytest.mark.slow
 def test_heads_are_trained_and_measured_on_large_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64 visual tokens, 63 pairs are replaced; every head decodes the target's text."""
-    large_pictures.adapt(tmp_path / "target", steps=1, examples=2, rate=1e-3)
+    visual_tokens.adapt(tmp_path / "target", steps=1, examples=2, rate=1e-3)
     loaded = sage.load_target(tmp_path / "target", dtype=torch.float32)
-    monkeypatch.setattr(large_pictures, "MAX_NEW_TOKENS", 8)
-    large_pictures.train_heads(loaded, visual_tokens.KINDS, tmp_path, [(16, 1, 2), (64, 1, 1)])
+    monkeypatch.setattr(visual_tokens, "MAX_NEW_TOKENS", 8)
+    visual_tokens.train_heads(loaded, visual_tokens.KINDS, tmp_path, [(16, 1, 2), (64, 1, 1)])
     drafts = {kind: sage.load_draft(tmp_path / kind, loaded) for kind in visual_tokens.KINDS}
-    found = large_pictures.measure(loaded, drafts, 64, pictures=1)
+    found = visual_tokens.measure(loaded, drafts, 64, pictures=1)
     rows = {kind: head["rows"] for kind, head in found["heads"].items()}
     left = {kind: rows[kind] - rows["text_only"] for kind in rows if kind not in ("select", "text_only")}
     assert left == {"none": 63, "prune": 4, "pool": 4, "conv": 21, "resampler": 2, "weighted": 21, "concat": 27}
