@@ -2,36 +2,8 @@
 
 from __future__ import annotations
 
-from data_prep.pocket.palette import (
-    CELL_WORDS,
-    COLOURS,
-    KINDS,
-    MAX_HEIGHT,
-    NUMBERS,
-    RELATIONS,
-    SCENES,
-    SHAPES,
-    SIGNS,
-    SIZE_WORDS,
-    SIZES,
-    Dialogue,
-    Phraser,
-    SceneObject,
-    Turn,
-    background,
-    beside,
-    capital,
-    draw_chart,
-    draw_objects,
-    draw_scene,
-    draw_sign,
-    draw_video,
-    join,
-    named,
-    place,
-    relation,
-    statement,
-)
+from data_prep.pocket import palette
+from data_prep.pocket.palette import RELATIONS, SHAPES, Dialogue, Phraser, SceneObject, Turn, background, capital, named, place
 
 CAPTION_PROMPTS = (
     "Describe the image.", "Describe the picture in detail.", "What do you see?", "Give a detailed caption.",
@@ -49,14 +21,14 @@ def ordered(phraser: Phraser, objects: list[SceneObject]) -> list[SceneObject]:
     if order == "back":
         return rows[::-1]
     if order == "size":
-        return sorted(objects, key=lambda obj: (-SIZES[obj.size], obj.cell))
+        return sorted(objects, key=lambda obj: (-palette.SIZES[obj.size], obj.cell))
     return rows
 
 
 def opening(phraser: Phraser, objects: list[SceneObject]) -> str:
-    count, first = NUMBERS[len(objects)], objects[0]
-    kind = phraser.pick(KINDS, first.colour) if len(objects) > 1 else "object"
-    scene = phraser.pick(SCENES, first.shape)
+    count, first = palette.NUMBERS[len(objects)], objects[0]
+    kind = phraser.pick(palette.KINDS, first.colour) if len(objects) > 1 else "object"
+    scene = phraser.pick(palette.SCENES, first.shape)
     ground = phraser.pick(("", "", " on a pale background", " on a light ground", " and nothing else"), first.size)
     form = phraser.pick(("this", "there", "we", "in"), first.colour)
     if form == "there":
@@ -84,16 +56,16 @@ def caption(phraser: Phraser, objects: list[SceneObject]) -> str:
     in_order = ordered(phraser, objects)
     parts = [opening(phraser, in_order)] if phraser.is_drawn(0.7) else []
     for number, obj in enumerate(in_order):
-        clause = beside(phraser, obj, in_order[number - 1]) if number and phraser.is_drawn(0.3) else ""
-        parts.append(statement(phraser, obj) + clause)
+        clause = palette.beside(phraser, obj, in_order[number - 1]) if number and phraser.is_drawn(0.3) else ""
+        parts.append(palette.statement(phraser, obj) + clause)
     if phraser.is_drawn(0.6):
         parts.append(closing(phraser, in_order))
-    return join(phraser, parts)
+    return palette.join(phraser, parts)
 
 
 def generate_caption(phraser: Phraser, split: str) -> Dialogue:
-    objects = draw_objects(phraser, phraser.randint(3, 5))
-    image = draw_scene(objects, background(phraser, split), phraser)
+    objects = palette.draw_objects(phraser, phraser.randint(3, 5))
+    image = palette.draw_scene(objects, background(phraser, split), phraser)
     turns = [Turn(phraser.pick(CAPTION_PROMPTS), caption(phraser, objects))]
     if phraser.is_drawn(0.25):
         turns.append(make_turn(phraser, objects))
@@ -114,7 +86,7 @@ def make_turn(phraser: Phraser, objects: list[SceneObject]) -> Turn:
 
 def relation_turn(phraser: Phraser, one: SceneObject, other: SceneObject) -> Turn:
     sideways = one.column != other.column and (one.row == other.row or phraser.is_drawn(0.5))
-    true = relation(one, other, sideways)
+    true = palette.relation(one, other, sideways)
     claimed = phraser.pick(("left", "right") if sideways else ("above", "below"))
     form = phraser.pick(("Is the {} {} {}?", "Is there a {} {} {}?"))
     question = form.format(f"{one.colour} {one.shape}", RELATIONS[claimed][1 if sideways else 0], named(phraser, other, "the"))
@@ -136,7 +108,7 @@ def relation_turn(phraser: Phraser, one: SceneObject, other: SceneObject) -> Tur
 
 def missing_turn(phraser: Phraser, objects: list[SceneObject]) -> Turn:
     used = {obj.colour: obj for obj in objects}
-    colour = phraser.pick(list(COLOURS))
+    colour = phraser.pick(list(palette.COLOURS))
     shape = phraser.pick([shape for shape in SHAPES if colour not in used or shape != used[colour].shape])
     tail = phraser.pick(("nothing here is " + colour, "that colour is not used", f"I see no {colour} thing at all"), shape)
     if colour in used:
@@ -150,14 +122,14 @@ def missing_turn(phraser: Phraser, objects: list[SceneObject]) -> Turn:
 def count_turn(phraser: Phraser, objects: list[SceneObject]) -> Turn:
     in_order = ordered(phraser, objects)
     names = [named(phraser, obj, "the") for obj in in_order]
-    count, kind = NUMBERS[len(objects)], phraser.pick(KINDS)
+    count, kind = palette.NUMBERS[len(objects)], phraser.pick(palette.KINDS)
     start = phraser.pick((f"there are {count} {kind}", f"I count {count} {kind}", f"{count}", f"we see {count} {kind}"), count)
     listed = f"{', '.join(names[:-1])} and {names[-1]}"
     return Turn(f"How many {kind} are there?", f"{capital(start)}: {listed}.", [("count", count)])
 
 
 def detail_turn(phraser: Phraser, obj: SceneObject, kind: str) -> Turn:
-    spot = f"the {CELL_WORDS[obj.cell][0]}"
+    spot = f"the {palette.CELL_WORDS[obj.cell][0]}"
     questions = {
         "colour": f"What colour is the {obj.shape} in {spot}?",
         "shape": f"Which shape is in {spot}?",
@@ -167,7 +139,7 @@ def detail_turn(phraser: Phraser, obj: SceneObject, kind: str) -> Turn:
     answers = {"colour": obj.colour, "shape": obj.shape, "size": obj.size, "place": str(obj.cell)}
     if kind == "size":
         clause = phraser.pick(("it is", "it looks", "it seems"), obj.colour)
-        clause += f" {phraser.pick(SIZE_WORDS[obj.size], obj.colour)}"
+        clause += f" {phraser.pick(palette.SIZE_WORDS[obj.size], obj.colour)}"
     elif kind == "place":
         clause = f"{phraser.pick(('it is', 'it sits', 'you find it', 'it lies'), obj.shape)} in {place(phraser, obj)}"
     else:
@@ -177,21 +149,21 @@ def detail_turn(phraser: Phraser, obj: SceneObject, kind: str) -> Turn:
 
 
 def generate_question(phraser: Phraser, split: str) -> Dialogue:
-    objects = draw_objects(phraser, phraser.randint(2, 5))
-    image = draw_scene(objects, background(phraser, split), phraser)
+    objects = palette.draw_objects(phraser, phraser.randint(2, 5))
+    image = palette.draw_scene(objects, background(phraser, split), phraser)
     turns = [make_turn(phraser, objects) for _ in range(phraser.randint(2, 3))]
     return Dialogue([image], turns, {"scenes": [[vars(obj) for obj in objects]]})
 
 
 def generate_comparison(phraser: Phraser, split: str) -> Dialogue:
     """Generates two images of one object each, and their differences."""
-    pair = [draw_objects(phraser, 1)[0], draw_objects(phraser, 1)[0]]
-    images = [draw_scene([obj], background(phraser, split), phraser) for obj in pair]
+    pair = [palette.draw_objects(phraser, 1)[0], palette.draw_objects(phraser, 1)[0]]
+    images = [palette.draw_scene([obj], background(phraser, split), phraser) for obj in pair]
     parts = []
     for which, obj in zip(("first", "second"), pair, strict=True):
-        noun = phraser.pick(SCENES, obj.colour)
+        noun = phraser.pick(palette.SCENES, obj.colour)
         if phraser.pick(("in", "the"), obj.shape) == "in":
-            parts.append(f"in the {which} {noun} {statement(phraser, obj)}")
+            parts.append(f"in the {which} {noun} {palette.statement(phraser, obj)}")
         else:
             clause = f"{phraser.pick(('shows', 'has', 'contains', 'presents', 'displays'), obj.cell)} {named(phraser, obj)}"
             parts.append(f"the {which} {noun} {clause} {phraser.pick(('in', 'at', 'within'))} {place(phraser, obj)}")
@@ -203,9 +175,9 @@ def generate_comparison(phraser: Phraser, split: str) -> Dialogue:
 
 def generate_bare(phraser: Phraser, split: str) -> Dialogue:
     """Generates one object with the shortest caption; used at the start of training only."""
-    obj = draw_objects(phraser, 1)[0]
-    image = draw_scene([obj], background(phraser, split), phraser)
-    text = f"a {obj.size} {obj.colour} {obj.shape} in the {CELL_WORDS[obj.cell][0]}."
+    obj = palette.draw_objects(phraser, 1)[0]
+    image = palette.draw_scene([obj], background(phraser, split), phraser)
+    text = f"a {obj.size} {obj.colour} {obj.shape} in the {palette.CELL_WORDS[obj.cell][0]}."
     return Dialogue([image], [Turn("Name it.", capital(text))], {"scenes": [[vars(obj)]]})
 
 
@@ -216,10 +188,10 @@ Bars = list[tuple[str, int]]
 
 
 def generate_sign(phraser: Phraser, split: str) -> Dialogue:
-    word, number, board = phraser.choice(SIGNS), str(phraser.randint(10, 99)), phraser.choice(list(COLOURS))
+    word, number, board = phraser.choice(palette.SIGNS), str(phraser.randint(10, 99)), phraser.choice(list(palette.COLOURS))
     shown = phraser.choice(("word", "word", "number", "both", "both"))
     word, number = ("" if shown == "number" else word), ("" if shown == "word" else number)
-    image = draw_sign(word, number, board, background(phraser, split), phraser)
+    image = palette.draw_sign(word, number, board, background(phraser, split), phraser)
     kinds = phraser.sample(["describe", "read", "board"], 2)
     turns = [_sign_turn(phraser, kind, word, number, board) for kind in kinds]
     return Dialogue([image], turns, {"sign": [text for text in (word, number) if text], "board": board})
@@ -252,9 +224,9 @@ def _sign_turn(phraser: Phraser, kind: str, word: str, number: str, board: str) 
 
 def generate_chart(phraser: Phraser, split: str) -> Dialogue:
     count = phraser.randint(3, 5)
-    heights = phraser.sample(range(1, MAX_HEIGHT + 1), count)
-    bars = list(zip(phraser.sample(list(COLOURS), count), heights, strict=True))
-    image = draw_chart(bars, background(phraser, split))
+    heights = phraser.sample(range(1, palette.MAX_HEIGHT + 1), count)
+    bars = list(zip(phraser.sample(list(palette.COLOURS), count), heights, strict=True))
+    image = palette.draw_chart(bars, background(phraser, split))
     kinds = phraser.sample(["describe", "highest", "lowest", "value", "value", "more", "count"], 2)
     return Dialogue([image], [_chart_turn(phraser, kind, bars) for kind in kinds], {"bars": dict(bars)})
 
@@ -276,7 +248,7 @@ def _chart_turn(phraser: Phraser, kind: str, bars: Bars) -> Turn:
     if kind == "count":
         start = phraser.pick(("there are", "I count", "we see", "the chart has"), len(bars))
         names = phraser.pick((": ", ", namely ", ", that is "), len(bars)) + ", ".join(colour for colour, _ in bars)
-        number = NUMBERS[len(bars)]
+        number = palette.NUMBERS[len(bars)]
         return Turn("How many bars are there?", f"{capital(start)} {number}{names}.", [("count", number)])
     if kind == "value":
         question = phraser.pick((f"How high is the {colour} bar?", f"What is the value of the {colour} bar?"))
@@ -312,21 +284,23 @@ def _describe_chart(phraser: Phraser, bars: Bars) -> Turn:
     chart = phraser.pick(("chart", "bar chart", "diagram", "graph", "plot"), first[0])
     starts = (f"this {chart} has", f"the {chart} shows", f"we see a {chart} with", f"here is a {chart} with")
     start = phraser.pick(starts, len(bars))
-    parts = [f"{start} {NUMBERS[len(bars)]} {phraser.pick(('bars', 'columns'), first[0])}"]
+    parts = [f"{start} {palette.NUMBERS[len(bars)]} {phraser.pick(('bars', 'columns'), first[0])}"]
     order = bars if phraser.pick(("right", "back"), bars[-1][0]) == "right" else bars[::-1]
     parts[0] += phraser.pick(("", " from left to right" if order is bars else " from right to left"), first[0])
     parts += [f"{_bar(phraser, *bar)} {_reach(phraser, *bar)}" for bar in order]
-    return Turn(phraser.pick((*DESCRIBE, "Describe the chart.")), join(phraser, parts))
+    return Turn(phraser.pick((*DESCRIBE, "Describe the chart.")), palette.join(phraser, parts))
 
 
 def generate_video(phraser: Phraser, split: str) -> Dialogue:
     start, end, resting = _path(phraser)
-    colours = phraser.sample(list(COLOURS), 2)
-    mover = SceneObject(phraser.choice(list(SIZES)), colours[0], phraser.choice(SHAPES), start)
+    colours = phraser.sample(list(palette.COLOURS), 2)
+    mover = SceneObject(phraser.choice(list(palette.SIZES)), colours[0], phraser.choice(SHAPES), start)
     still = (
-        SceneObject(phraser.choice(list(SIZES)), colours[1], phraser.choice(SHAPES), resting) if phraser.is_drawn(0.6) else None
+        SceneObject(phraser.choice(list(palette.SIZES)), colours[1], phraser.choice(SHAPES), resting)
+        if phraser.is_drawn(0.6)
+        else None
     )
-    frames = draw_video(mover, end, still, background(phraser, split))
+    frames = palette.draw_video(mover, end, still, background(phraser, split))
     objects = [vars(mover) | {"end": end}] + ([vars(still)] if still else [])
     questions = ("What happens in the video?", "Describe the clip.", "Describe the video.", "What moves, and where to?")
     question = phraser.pick(questions)
@@ -356,7 +330,7 @@ def _video_text(phraser: Phraser, mover: SceneObject, end: int, still: SceneObje
     if phraser.is_drawn(0.4):
         endings = ("nothing else happens", "the rest is empty", "then the clip ends", "that is all")
         parts.append(phraser.pick(endings, mover.colour))
-    return join(phraser, parts)
+    return palette.join(phraser, parts)
 
 
 SIDES = {"circle": "no", "square": "four", "triangle": "three", "star": "ten", "diamond": "four", "cross": "twelve"}
@@ -394,6 +368,6 @@ def _larger_turn(phraser: Phraser) -> Turn:
 
 def _name_turn(phraser: Phraser) -> Turn:
     what = phraser.choice(("colours", "shapes"))
-    chosen = phraser.sample(list(COLOURS) if what == "colours" else SHAPES, 3)
+    chosen = phraser.sample(list(palette.COLOURS) if what == "colours" else SHAPES, 3)
     start = phraser.pick((f"three {what} are", "for example", "such are", f"some {what} are"), chosen[0])
     return Turn(f"Name three {what}.", f"{capital(start)} {chosen[0]}, {chosen[1]} and {chosen[2]}.")
