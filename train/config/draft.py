@@ -11,9 +11,8 @@ from omegaconf import MISSING
 
 from sage.drafts.registry import COMPRESSORS, KINDS, DraftKind
 
-CompressorKind = StrEnum(
-    "CompressorKind", ["none", "prune", "pool", "conv", "resampler", "text_only", "weighted", "concat", "select"]
-)
+CompressorKind = StrEnum("CompressorKind", {name: name for name in ("none", *COMPRESSORS)})  # type: ignore[misc]
+NO_COMPRESSOR = CompressorKind("none")
 
 
 @dataclass(kw_only=True)
@@ -28,7 +27,7 @@ class CompressorConfig:
         temperature: temperature of the Gumbel-softmax gate in training.
     """
 
-    kind: CompressorKind = CompressorKind.none
+    kind: CompressorKind = NO_COMPRESSOR
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,7 @@ from sage.drafts.draft import Draft, open_draft
 from sage.drafts.head import DraftHead
 from sage.drafts.location import find_draft
 from sage.drafts.registry import KINDS, VocabularyOptions, resolve
-from train.config.draft import CompressorConfig, CompressorKind, DraftConfig
+from train.config.draft import NO_COMPRESSOR, CompressorConfig, DraftConfig
 from train.config.schema import Config, ConfigError
 from train.distill.compiled_layers import draft_layers
 from train.distill.student import Student
@@ -65,7 +65,7 @@ def _check_same(chosen: DraftConfig, draft: Draft) -> None:
             given = f"draft.{name}={getattr(chosen, name)}"
             raise ConfigError(f"{given}: {chosen.path} was made with {made}; give draft.{name}={made}")
     if draft.reads_features and compressor_options(chosen.compressor) != saved:
-        kind, *numbers = (saved or {"kind": CompressorKind.none}).items()
+        kind, *numbers = (saved or {"kind": NO_COMPRESSOR}).items()
         overrides = [f"draft/compressor={kind[1]}", *(f"draft.compressor.{key}={value}" for key, value in numbers)]
         given = f"draft/compressor={chosen.compressor.kind}"
         raise ConfigError(f"{given}: {chosen.path} has another one; give {' '.join(overrides)}")
@@ -73,7 +73,7 @@ def _check_same(chosen: DraftConfig, draft: Draft) -> None:
 
 def compressor_options(chosen: CompressorConfig) -> dict[str, Any] | None:
     """Returns `compressor` as in the `config.json` of a head (see `sage.drafts.compressor`); None for none."""
-    if chosen.kind is CompressorKind.none:
+    if chosen.kind is NO_COMPRESSOR:
         return None
     return {"kind": str(chosen.kind)} | {key: value for key, value in asdict(chosen).items() if key != "kind"}
 
