@@ -216,17 +216,13 @@ def write_prompts(target: Target, conversations: Iterable[Any], folder: Path) ->
     prompts, rows = [], []
     for number, conversation in enumerate(conversations):
         messages = conversation.messages
-        try:
-            inputs = target.prepare(messages)
-            parts = [part for message in messages for part in message["content"] if part["type"] == "image"]
-            images = [str(folder / f"{number}-{place}.png") for place in range(len(parts))]
-            for part, path in zip(parts, images, strict=True):
-                open_image(source_of(part, "image")).save(path)  # without loss
-        except ValueError as error:
-            raise ValueError(f"prompt {conversation.id}: {error}") from error
+        prompts.append(BenchPrompt.of(target, messages, str(conversation.id), conversation.family, "prompt "))
+        parts = [part for message in messages for part in message["content"] if part["type"] == "image"]
+        images = [str(folder / f"{number}-{place}.png") for place in range(len(parts))]
+        for part, path in zip(parts, images, strict=True):
+            open_image(source_of(part, "image")).save(path)  # without loss
         assert target.processor is not None, "it prepared the inputs"
         rows.append({"ids": target.processor.prompt_ids(messages), "images": images})
-        prompts.append(BenchPrompt(name=str(conversation.id), family=conversation.family, inputs=inputs, messages=messages))
     file = folder / PROMPTS_FILE
     write_text(file, json.dumps(rows))
     return prompts, file
