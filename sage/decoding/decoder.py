@@ -28,7 +28,7 @@ from sage.targets.family import Family
 from sage.targets.tree_passes import TreeOutput, TreePasses, read_prompt
 
 TURN_TOKENS = 16  # at the end of a chat's prompt, which a next turn may change: the delimiters of an answer, empty thoughts
-NUM_LOGITS = 64  # rows of the prompt's that are computed together
+NUM_LOGITS = 64  # of the prompt's tokens, whose logits are computed together
 MAX_UNREAD = 256  # rounds whose features are kept while a policy does not draft
 
 
@@ -59,7 +59,7 @@ class Request:
         stop: ends the answer; holds the emitted tokens.
         prompt: the embedded inputs, batch size 1; without embeddings after the prefill, unless `keep_features`.
         cache: the target's; may hold a prefix of the prompt.
-        passes: the target's tree passes.
+        tree_passes: of the target.
         pruning: the visual tokens that the draft reads.
         features: of the cached prefix; emptied by the prefill, unless `keep_features`.
         keep_features: whether `features` collects those of all cached tokens, and `prompt` its embeddings, for a later turn.
@@ -80,7 +80,7 @@ class Request:
     prompt: Prompt
     cache: TreeCache
     clock: Clock
-    passes: TreePasses
+    tree_passes: TreePasses
     stats: Stats = field(default_factory=Stats)
     pruning: Pruning = KEEP_ALL
     features: list[Features] = field(default_factory=list)
@@ -344,7 +344,7 @@ def selected_tree(request: Request, builder: TreeBuilder | None) -> Tree:
 def _verify_pass(request: Request, tree: Tree) -> Pass:
     """Returns the target's pass over the tree."""
     position = request.prompt.next_position + (request.stats.new_tokens - 1)
-    return request.passes.over(tree.tokens, position + tree.depths, tree.ancestors, request.cache)
+    return request.tree_passes.over(tree.tokens, position + tree.depths, tree.ancestors, request.cache)
 
 
 def _accept(request: Request, tree: Tree, output: TreeOutput) -> Round:

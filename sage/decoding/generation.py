@@ -198,7 +198,7 @@ def start(
         prompt=prompt,
         cache=cache,
         clock=clock,
-        passes=passes,
+        tree_passes=passes,
         pruning=pruning,
         features=features,
         keep_features=keep_prefix,

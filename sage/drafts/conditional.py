@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage.runtime.pass_function import CALLS, NODES, PassFunction, PassInputs, argument
+from sage.runtime.pass_function import NODES, REQUESTS, PassFunction, PassInputs, argument
 from sage.targets import Target
 from sage.targets.tree_passes import describe_target, without_paths
 
@@ -177,8 +177,8 @@ class CorrectionInputs(PassInputs):
     tokens: Tensor = argument(NODES)
     parents: Tensor = argument(NODES)
     numbers: Tensor = argument(NODES)
-    hidden: Tensor = argument(CALLS, "hidden_size", dtype=None)
-    logits: Tensor = argument(CALLS, "num_tokens", dtype=None)
+    hidden: Tensor = argument(REQUESTS, "hidden_size", dtype=None)
+    logits: Tensor = argument(REQUESTS, "num_tokens", dtype=None)
 
 
 class CorrectionPass(PassFunction):

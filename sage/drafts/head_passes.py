@@ -17,10 +17,10 @@ from sage.drafts.layer import LastQuery
 from sage.runtime.cache import PackedCache, Queries, by_row, tile_mask
 from sage.runtime.packing import CachedInputs
 from sage.runtime.pass_function import (
-    CALLS,
     NEAR,
     NODES,
     PARENTS,
+    REQUESTS,
     ROWS,
     Padding,
     PassFunction,
@@ -48,8 +48,8 @@ class LevelInputs(NodeInputs):
     parents: Tensor = argument(NODES, indexes="hidden")
     hidden: Tensor = argument(PARENTS, "hidden_size", dtype=None)
     numbers: Tensor = argument(NODES)
-    cos: Tensor = argument(1, 1, CALLS, "head_dim", dtype=None)
-    sin: Tensor = argument(1, 1, CALLS, "head_dim", dtype=None)
+    cos: Tensor = argument(1, 1, REQUESTS, "head_dim", dtype=None)
+    sin: Tensor = argument(1, 1, REQUESTS, "head_dim", dtype=None)
 
     @property
     def rope(self) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class PairInputs(CachedInputs):
     levels: Sequence[Tensor] = argument(1, NODES, "target_size", dtype=None, count="num_levels")
     cos: Tensor = argument(1, 1, NODES, "head_dim", dtype=None)
     sin: Tensor = argument(1, 1, NODES, "head_dim", dtype=None)
-    ends: Tensor = argument(CALLS)
+    ends: Tensor = argument(REQUESTS)
 
     @property
     def features(self) -> Features:
@@ -84,9 +84,9 @@ class PairInputs(CachedInputs):
 
 @dataclass(kw_only=True)
 class CommitInputs(PairInputs):
-    """Arguments of a `CommitPass`; `calls`: LongTensor [B], the request of each cache row, 0 for none."""
+    """Arguments of a `CommitPass`; `requests`: LongTensor [B], the request of each cache row, 0 for none."""
 
-    calls: Tensor = argument(ROWS)
+    requests: Tensor = argument(ROWS)
 
 
 class HeadPass(PassFunction):
@@ -134,13 +134,13 @@ class CommitPass(HeadPass):
     """A draft head's pass over the tokens that the target accepted, or over a prompt."""
 
     def __init__(self, draft: Any, target: Target) -> None:
-        results = ((CALLS, draft.config.hidden_size), (CALLS, draft.num_draft_tokens))
+        results = ((REQUESTS, draft.config.hidden_size), (REQUESTS, draft.num_draft_tokens))
         super().__init__(draft, target, "commit of", CommitInputs, results)
 
     def compute(self, inputs: CommitInputs) -> tuple[Tensor, Tensor]:
         """Returns the output of the last pair of each request [R, D], and its logits [R, U]."""
         owners, columns, ends = inputs.owners, inputs.columns, inputs.ends
-        queries = Queries.of(owners.index_select(0, ends), torch.zeros_like(ends), inputs.calls[:, None])
+        queries = Queries.of(owners.index_select(0, ends), torch.zeros_like(ends), inputs.requests[:, None])
         cache = PackedCache(inputs.keys, inputs.values, owners, columns, inputs.steps.shape[0], queries)
         mask = self.tiled(by_row(inputs.steps <= columns.index_select(0, ends)[:, None], queries))
         fused, rope = self.draft.fuse(inputs.features), (inputs.cos, inputs.sin)

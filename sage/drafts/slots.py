@@ -20,7 +20,7 @@ from sage.drafts.head_passes import HeadPass, PairInputs
 from sage.drafts.layer import Angles
 from sage.drafts.spans import HeadInput
 from sage.runtime.cache import PackedCache, Queries, by_row
-from sage.runtime.pass_function import CALLS, NODES, PER_ROW, ROWS, Padding, PassFunction, argument
+from sage.runtime.pass_function import NODES, PER_ROW, REQUESTS, ROWS, Padding, PassFunction, argument
 from sage.targets import Target
 
 SPARE_NAMES = ("reserved", "unused")  # in the names of tokens that tokenizers keep for later use
@@ -144,10 +144,10 @@ class SlotInputs(PairInputs):
 
     offsets: Tensor = argument(NODES)
     places: Tensor = argument(ROWS, PER_ROW)
-    slot_cos: Tensor = argument(CALLS, 1, "num_slots", "head_dim", dtype=None)
-    slot_sin: Tensor = argument(CALLS, 1, "num_slots", "head_dim", dtype=None)
-    slot_columns: Tensor = argument(CALLS, "num_slots", padding=Padding.spare)
-    last_tokens: Tensor = argument(CALLS, 2)
+    slot_cos: Tensor = argument(REQUESTS, 1, "num_slots", "head_dim", dtype=None)
+    slot_sin: Tensor = argument(REQUESTS, 1, "num_slots", "head_dim", dtype=None)
+    slot_columns: Tensor = argument(REQUESTS, "num_slots", padding=Padding.spare)
+    last_tokens: Tensor = argument(REQUESTS, 2)
 
 
 class SlotPass(HeadPass):
@@ -156,7 +156,7 @@ class SlotPass(HeadPass):
     def __init__(self, draft: Any, target: Target, correction: Correction | None = None) -> None:
         sizes: list[tuple[int, ...]] = [(draft.config.hidden_size,), (draft.num_draft_tokens,)]
         sizes += [] if correction is None else [(draft.num_draft_tokens,), ()]
-        results = [(CALLS, draft.num_levels, *size) for size in sizes]
+        results = [(REQUESTS, draft.num_levels, *size) for size in sizes]
         super().__init__(draft, target, "block after", SlotInputs, results, num_slots=draft.num_slots)
         self.correction = correction
         self.num_slots, self.has_token_queries = draft.num_slots, draft.computes_tokens

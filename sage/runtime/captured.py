@@ -237,7 +237,7 @@ class StaticCall:
     def __init__(self, function: PassFunction, inputs: PassInputs, sizes: dict[Dim, int], capture: Capture) -> None:
         self._function, self._sizes = function, sizes
         given = zip(function.arguments, vars(inputs).values(), strict=True)
-        static = function.inputs(**{argument.name: self._static(argument, value) for argument, value in given})
+        static = function.inputs_type(**{argument.name: self._static(argument, value) for argument, value in given})
         self._values = list(vars(static).values())
         with self.unchanged_cache():
             self._replay, self._outputs = capture(lambda: function.compute(static))

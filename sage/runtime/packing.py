@@ -1,4 +1,4 @@
-"""Passes of one request or several: a request describes the pass that it needs, and `run` makes one pass of all that it can.
+"""Passes of one request or several: requests describe the passes they need, and `run_passes` makes one of all that it can.
 
 Shapes: T queries of all requests, R requests, B cache rows, N queries of a request at most.
 """
@@ -57,7 +57,7 @@ class CachedInputs(PassInputs):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of several requests are in a pass. Arguments of these names are filled in by `run`.
+    """Where the tokens of several requests are in a pass. Arguments of these names are filled in by `BoundPass`.
 
     Attributes:
         owners: LongTensor [T], the cache row of each token.
@@ -65,7 +65,7 @@ class Layout:
         numbers: LongTensor [T], the request of each token, 0 to R - 1.
         places: LongTensor [B, N], the tokens of each row; slot s of all behind them as -1 - s; 0 for padding.
         ends: LongTensor [R], the last token of each request.
-        calls: LongTensor [B], the request of each cache row; 0 for none.
+        requests: LongTensor [B], the request of each cache row; 0 for none.
     """
 
     owners: Tensor
@@ -73,7 +73,7 @@ class Layout:
     numbers: Tensor
     places: Tensor
     ends: Tensor
-    calls: Tensor
+    requests: Tensor
 
 
 @lru_cache(maxsize=512)
@@ -99,16 +99,16 @@ def layout(
     numbers = [number for number, count in enumerate(counts) for _ in range(count)]
     offsets = [offset for count in counts for offset in range(count)]
     queries = [count if has_token_queries else 0 for count in counts]
-    places, calls = [[0] * (max(queries) + slots) for _ in range(num_rows)], [0] * num_rows
+    places, requests = [[0] * (max(queries) + slots) for _ in range(num_rows)], [0] * num_rows
     ends = list(accumulate(counts))
     for number, (row, count, end) in enumerate(zip(rows, queries, ends, strict=True)):
         behind = (-1 - number * slots - slot for slot in range(slots))
         places[row][: count + slots] = [*range(end - count, end), *behind]
-        calls[row] = number
+        requests[row] = number
     owners, lasts, flat = [rows[number] for number in numbers], [end - 1 for end in ends], list(chain.from_iterable(places))
-    tensors = [long_tensor(values, CPU) for values in (owners, offsets, numbers, flat, lasts, calls)]
-    of_tokens, grid, of_calls = tensors[:3], tensors[3].view(num_rows, -1), tensors[4:]
-    return Layout(*upload_together(device, *of_tokens, grid, *of_calls))
+    tensors = [long_tensor(values, CPU) for values in (owners, offsets, numbers, flat, lasts, requests)]
+    of_tokens, grid, of_requests = tensors[:3], tensors[3].view(num_rows, -1), tensors[4:]
+    return Layout(*upload_together(device, *of_tokens, grid, *of_requests))
 
 
 class BoundPass:
@@ -133,7 +133,7 @@ class BoundPass:
         values = needed.tensors | self._layout(self.of_one, (0,), (needed.count,), 1)
         if needed.cache is not None:
             values |= needed.cache.tensors()
-        return self._run_one(self.of_one.inputs(**values))
+        return self._run_one(self.of_one.inputs_type(**values))
 
     def _layout(
         self, function: PassFunction, rows: tuple[int, ...], counts: tuple[int, ...], num_rows: int
@@ -165,7 +165,7 @@ class BoundPass:
         for described in function.arguments:
             if described.name not in values:
                 values[described.name] = self._joined(described, needed, rows, num_rows)
-        return function.inputs(**values)
+        return function.inputs_type(**values)
 
     def _joined(self, described: Argument, needed: Sequence[Pass], rows: tuple[int, ...], num_rows: int) -> Value:
         """Returns one argument of several requests."""
@@ -238,6 +238,6 @@ def _concatenated(dims: Sequence[Any], parts: Sequence[Tensor]) -> Tensor:
 
 
 def _split(dims: Sequence[int | Dim], out: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
-    """Returns the part of each request of a result over `NODES` or `CALLS`."""
+    """Returns the part of each request of a result over `NODES` or `REQUESTS`."""
     axis = next(axis for axis, dim in enumerate(dims) if isinstance(dim, Dim))
     return out.split(list(counts) if dims[axis] is NODES else 1, axis)

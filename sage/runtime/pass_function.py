@@ -68,11 +68,11 @@ NEAR = Dim("near", 7, MAX_NODES, lambda count: max(node_bucket(count), MIN_PAREN
 PROMPT = Dim("prompt", 9, MAX_KEYS, int)  # the tokens of one; graphs do not read prompts
 PARENTS = Dim("parents", 3, MAX_NODES, lambda count: max(node_bucket(count), MIN_PARENTS), minimum=1)
 ROWS = Dim("rows", 4, MAX_NODES, int, has_variant=True)  # of the cache: one, or those that requests share
-CALLS = Dim("calls", 3, MAX_NODES, node_bucket, has_variant=True)  # requests of a pass
+REQUESTS = Dim("requests", 3, MAX_NODES, node_bucket, has_variant=True)  # of a pass
 KEYS = Dim("keys", 24, MAX_KEYS, lambda count: key_bucket(count + 1))  # and one column that padding writes
 CAPACITY = Dim("capacity", 48, MAX_KEYS, int)
-SLOTS = Dim("slots", 16, MAX_NODES, int)  # of linear layers
-SLOT_INPUTS = Dim("slot_inputs", 19, MAX_NODES + 64, int)  # and the inputs of their convolution before them
+LINEAR_SLOTS = Dim("linear_slots", 16, MAX_NODES, int)  # of the states of linear layers
+LINEAR_INPUTS = Dim("linear_inputs", 19, MAX_NODES + 64, int)  # and the inputs of their convolution before them
 
 
 class Padding(Enum):
@@ -155,7 +155,7 @@ class PassFunction(nn.Module, ABC):
     Args:
         owner: `target` or `draft`, for messages.
         names: of the pass over one entry and over several, for messages.
-        inputs: the dataclass of the arguments.
+        inputs_type: the dataclass of the arguments.
         sizes: of the model, which descriptions of arguments name.
         dtype: of the model.
         results: the dimensions of each result.
@@ -174,7 +174,7 @@ class PassFunction(nn.Module, ABC):
         self,
         owner: str,
         names: tuple[str, str],
-        inputs: type[PassInputs],
+        inputs_type: type[PassInputs],
         sizes: Mapping[str, Any],
         dtype: torch.dtype,
         results: Sequence[Dims],
@@ -182,8 +182,8 @@ class PassFunction(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.owner, self.names, self.depends_on = owner, names, depends_on
-        self.inputs, self.results = inputs, tuple(results)
-        self.arguments = [each.metadata["argument"].resolved(each.name, sizes, dtype) for each in fields(inputs)]
+        self.inputs_type, self.results = inputs_type, tuple(results)
+        self.arguments = [each.metadata["argument"].resolved(each.name, sizes, dtype) for each in fields(inputs_type)]
         self.kept: dict[Hashable, Any] = {}
         self._axis_of_dim: dict[Dim, tuple[str, int]] = {}
         for described in self.arguments:
@@ -194,7 +194,7 @@ class PassFunction(nn.Module, ABC):
 
     @abstractmethod
     def compute(self, inputs: Any) -> tuple[Tensor, ...]:
-        """Runs the function; `inputs` is a dataclass of the type `inputs`."""
+        """Runs the function; `inputs` is an instance of `inputs_type`."""
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Runs the function on flat arguments, as a compiler traces it."""
@@ -203,7 +203,7 @@ class PassFunction(nn.Module, ABC):
             count = 1 if described.count is None else int(described.count)
             values[described.name] = rest[0] if described.count is None else rest[:count]
             rest = rest[count:]
-        return self.compute(self.inputs(**values))
+        return self.compute(self.inputs_type(**values))
 
     def sizes(self, inputs: PassInputs) -> dict[Dim, int]:
         """Returns the size of every dynamic dimension in the arguments."""
@@ -217,7 +217,7 @@ class PassFunction(nn.Module, ABC):
     def label(self, variant: tuple[bool, ...]) -> str:
         """Returns the name of a variant, for messages."""
         is_one = dict(zip(self.variant_dims, variant, strict=True))
-        if is_one.get(ROWS, is_one.get(CALLS, True)):
+        if is_one.get(ROWS, is_one.get(REQUESTS, True)):
             return self.names[0 if True in variant[:1] else 1]
         return f"{self.names[0 if is_one.get(PER_ROW) else 1]} of several requests"
 

@@ -23,13 +23,13 @@ from sage.runtime.packing import BoundPass, CachedInputs, Pass, buffers, run_pas
 from sage.runtime.pass_function import (
     CAPACITY,
     EAGER,
+    LINEAR_INPUTS,
+    LINEAR_SLOTS,
     NODES,
     PER_ROW,
     PROMPT,
     ROWS,
     SEEN,
-    SLOT_INPUTS,
-    SLOTS,
     VISIBLE,
     Executor,
     Padding,
@@ -112,10 +112,10 @@ class RecurrentTreeInputs(TreeInputs):
     """Arguments of a `RecurrentTreePass`, with the attributes of `LinearStates`."""
 
     linear_state: Tensor = state(ROWS, "linear", "value_heads", "key_size", "value_size")
-    linear_inputs: Tensor = argument(ROWS, "linear", SLOT_INPUTS, "channels", dtype=None, padding=Padding.cache)
-    linear_keys: Tensor = state(ROWS, "linear", SLOTS, "key_heads", "key_size")
-    linear_updates: Tensor = state(ROWS, "linear", SLOTS, "value_heads", "value_size")
-    linear_decays: Tensor = state(ROWS, "linear", SLOTS, 2, "value_heads")
+    linear_inputs: Tensor = argument(ROWS, "linear", LINEAR_INPUTS, "channels", dtype=None, padding=Padding.cache)
+    linear_keys: Tensor = state(ROWS, "linear", LINEAR_SLOTS, "key_heads", "key_size")
+    linear_updates: Tensor = state(ROWS, "linear", LINEAR_SLOTS, "value_heads", "value_size")
+    linear_decays: Tensor = state(ROWS, "linear", LINEAR_SLOTS, 2, "value_heads")
 
     @property
     def states(self) -> LinearStates:
