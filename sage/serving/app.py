@@ -78,7 +78,7 @@ def new_app(service: Service) -> ASGIApp:
 
     @app.get("/health")
     async def health() -> Any:
-        if not service.scheduler.decoding.is_alive:
+        if not service.scheduler.process.is_alive:
             raise internal()
         if service.scheduler.is_draining:
             raise stopping()
@@ -224,12 +224,12 @@ class Exchange(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, inbox = scope["app"].state.service, scope["app"].state.inbox
-        with suppress(ClientDisconnect), service.scheduler.reserved() as job:
+        with suppress(ClientDisconnect), service.scheduler.reserved() as ticket:
             async with inbox.body(Request(scope, receive)) as body:
                 completion: Completion = await until_left(service.prepared(self._kind, body), receive)
                 scope["state"]["completion"] = completion
             async with aclosing(
-                service.scheduler.decode(job, completion.inputs, completion.sampling, **completion.options)
+                service.scheduler.decode(ticket, completion.inputs, completion.sampling, **completion.options)
             ) as results:
                 parts = completion.parts(results)
                 first = await until_left(anext(parts), receive)

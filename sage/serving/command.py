@@ -102,7 +102,7 @@ def check(args: argparse.Namespace) -> tuple[argparse.Namespace, ServerLimits]:
 def _serve(args: argparse.Namespace, limits: ServerLimits) -> int:
     """Serves until a signal; returns the exit code."""
     from sage.runtime.timing import frozen_heap
-    from sage.serving.decoding import start_logging
+    from sage.serving.decoder_process import start_logging
     from sage.serving.server import Server, address_of, bind
     from sage.serving.service import load_service
 

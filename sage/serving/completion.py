@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from sage.decoding.answer import Detokenizer, Stats
-from sage.serving.decoding import Emitted
+from sage.serving.decoder_process import Emitted
 from sage.serving.errors import ApiError
 from sage.serving.request import CompletionRequest, TextRequest
 

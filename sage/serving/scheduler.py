@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sage.decoding.answer import Stats
 from sage.decoding.settings import Sampling
-from sage.serving.decoding import Decoding, Emitted, Event
+from sage.serving.decoder_process import DecoderProcess, Emitted, Event
 from sage.serving.errors import ApiError, internal, invalid, stopping
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ SMOOTHING = 0.2  # weight of the newest answer in the mean duration of answers
 
 
 @dataclass(eq=False)
-class Job:
+class Ticket:
     """A request that has a place, with what has arrived of its answer.
 
     Attributes:
@@ -57,13 +57,13 @@ class Scheduler:
         on_failure: called then.
     """
 
-    def __init__(self, decoding: Decoding, max_requests: int, queue: int, metrics: Metrics) -> None:
-        self.decoding, self._metrics = decoding, metrics
+    def __init__(self, process: DecoderProcess, max_requests: int, queue: int, metrics: Metrics) -> None:
+        self.process, self._metrics = process, metrics
         self._max_requests, self._limit = max_requests, max_requests + queue
         self._free = asyncio.Semaphore(max_requests)
         self._numbers = count()
-        self.places: set[Job] = set()
-        self.running: dict[int, Job] = {}
+        self.places: set[Ticket] = set()
+        self.running: dict[int, Ticket] = {}
         self.num_waiting = 0
         self._mean_s = 1.0  # duration of an answer
         self._last_round, self._longest_s = time.monotonic(), 0.0
@@ -80,43 +80,43 @@ class Scheduler:
 
     def start(self) -> None:
         """Receives events in the event loop that runs."""
-        asyncio.get_running_loop().add_reader(self.decoding.connection.fileno(), self._receive)
+        asyncio.get_running_loop().add_reader(self.process.connection.fileno(), self._receive)
 
     @contextmanager
-    def reserved(self) -> Iterator[Job]:
+    def reserved(self) -> Iterator[Ticket]:
         """Reserves a place for a request, until the block ends or it has been decoded; ApiError if there is none."""
-        if self.is_draining or not self.decoding.is_alive:
+        if self.is_draining or not self.process.is_alive:
             raise stopping()
         if (count := len(self.places)) >= self._limit:
             seconds = self._mean_s * max(1, count - self._max_requests) / self._max_requests
             delay_s = min(MAX_RETRY_S, max(1, round(seconds)))
             message = f"{count} requests are in progress, the most that this server takes; try again later"
             raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, message, code="queue_full", retry_s=delay_s)
-        job = Job()
-        self.places.add(job)
+        ticket = Ticket()
+        self.places.add(ticket)
         try:
-            yield job
+            yield ticket
         finally:
-            self.places.discard(job)
+            self.places.discard(ticket)
 
-    async def decode(self, job: Job, inputs: Any, sampling: Sampling, **options: Any) -> AsyncGenerator[Emitted | Stats]:
+    async def decode(self, ticket: Ticket, inputs: Any, sampling: Sampling, **options: Any) -> AsyncGenerator[Emitted | Stats]:
         """Yields new tokens, `Stats` last; ApiError ends the answer early. Closing the generator cancels the request.
 
         Args:
             inputs: of `Target.prepare`.
             options: of `BatchDecoder.add`.
         """
-        job.queued = time.monotonic()
+        ticket.queued = time.monotonic()
         await self._wait()
         number = next(self._numbers)
         if not self.running:
             self._last_round = time.monotonic()
-        self.running[number] = job
+        self.running[number] = ticket
         try:
             # a connection copies arrays, and shares the memory of tensors
             arrays = {key: value.numpy() if isinstance(value, Tensor) else value for key, value in inputs.items()}
-            self.decoding.send("add", number, arrays, sampling, options)
-            while not isinstance(event := await job.events.get(), Exception):
+            self.process.send("add", number, arrays, sampling, options)
+            while not isinstance(event := await ticket.events.get(), Exception):
                 yield event
                 if isinstance(event, Stats):
                     return
@@ -126,7 +126,7 @@ class Scheduler:
         finally:
             if number in self.running:  # the client has left
                 self._release(number)
-                self.decoding.send("remove", number)
+                self.process.send("remove", number)
                 self._metrics.ended("cancelled")
 
     async def _wait(self) -> None:
@@ -153,9 +153,9 @@ class Scheduler:
 
     def _receive(self) -> None:
         try:
-            events, now = self.decoding.connection.recv(), time.monotonic()
+            events, now = self.process.connection.recv(), time.monotonic()
         except (EOFError, OSError):
-            asyncio.get_running_loop().remove_reader(self.decoding.connection.fileno())
+            asyncio.get_running_loop().remove_reader(self.process.connection.fileno())
             self.has_failed = True
             logger.error("the decoding process has ended, so the server stops; a process is killed if memory runs out")
             self._end_all(internal())
@@ -167,16 +167,16 @@ class Scheduler:
                 self._pass_on(number, event)
 
     def _pass_on(self, number: int, event: Event) -> None:
-        job, now = self.running[number], time.monotonic()
-        job.events.put_nowait(event)
+        ticket, now = self.running[number], time.monotonic()
+        ticket.events.put_nowait(event)
         if isinstance(event, tuple):
-            self._metrics.emitted(len(event[0]), now - (job.last or job.queued), is_first=job.last is None)
-            job.last = now
+            self._metrics.emitted(len(event[0]), now - (ticket.last or ticket.queued), is_first=ticket.last is None)
+            ticket.last = now
             return
         self._release(number)
         if isinstance(event, Stats):
-            self._mean_s += SMOOTHING * (now - job.queued - self._mean_s)
-            self._metrics.answered(event, now - job.queued)
+            self._mean_s += SMOOTHING * (now - ticket.queued - self._mean_s)
+            self._metrics.answered(event, now - ticket.queued)
         elif not isinstance(event, ValueError):
             self._metrics.ended("failed")
 

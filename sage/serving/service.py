@@ -22,7 +22,7 @@ from sage.drafts.draft import Draft
 from sage.inputs.processing import Processor
 from sage.io.ranges import from_attributes
 from sage.serving.completion import Completion
-from sage.serving.decoding import Decoding, load_plan, plan_decoding
+from sage.serving.decoder_process import DecoderProcess, load_plan, plan_decoding
 from sage.serving.errors import ApiError, invalid
 from sage.serving.media import MediaReader, RemoteMedia
 from sage.serving.request import ChatRequest, CompletionRequest, greeting_body, read_request
@@ -40,17 +40,17 @@ class Service:
     """A target behind the API.
 
     Args:
-        decoding: is waited for; raises ValueError as `Decoding.wait` does.
+        process: is waited for; raises ValueError as `DecoderProcess.wait` does.
         processor: of the target.
         model: name of the target.
     """
 
-    def __init__(self, decoding: Decoding, processor: Processor, model: str, limits: ServerLimits, access: Access) -> None:
+    def __init__(self, process: DecoderProcess, processor: Processor, model: str, limits: ServerLimits, access: Access) -> None:
         self.processor, self.model, self.limits, self.access = processor, model, limits, access
         self._remote = RemoteMedia(access.allow_remote_media, limits.max_body_bytes)
-        self.max_context, self.end_token_ids = decoding.wait()
-        self.metrics = Metrics(model, decoding.pid)
-        self.scheduler = Scheduler(decoding, limits.max_requests, limits.queue, self.metrics)
+        self.max_context, self.end_token_ids = process.wait()
+        self.metrics = Metrics(model, process.pid)
+        self.scheduler = Scheduler(process, limits.max_requests, limits.queue, self.metrics)
         self._pool = ThreadPoolExecutor(NUM_THREADS, "prepare")
         self._downloads = ThreadPoolExecutor(NUM_DOWNLOADING, "download")
         self._max_characters = self.max_context * max(map(len, processor.tokenizer.get_vocab()))  # more are too many tokens
@@ -89,7 +89,7 @@ class Service:
 
     def close(self) -> None:
         """Ends the decoding loop and the threads of the preparation."""
-        self.scheduler.decoding.close()
+        self.scheduler.process.close()
         for pool in (self._pool, self._downloads):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -98,12 +98,12 @@ def load_service(args: argparse.Namespace, limits: ServerLimits, is_local: bool)
     """Starts the decoding process, and loads what the server itself needs meanwhile: the processor."""
     torch.set_num_threads(1)  # preparation has threads of its own, and the decoding process needs the processors
     path, folder = find_models(args)
-    decoding = Decoding(load_plan, args, path, folder, limits)
+    process = DecoderProcess(load_plan, args, path, folder, limits)
     try:
         name = args.model_name or (path if not Path(path).exists() else Path(path).resolve().name)
-        return Service(decoding, load_processor(path), name, limits, from_attributes(Access, args, is_local=is_local))
+        return Service(process, load_processor(path), name, limits, from_attributes(Access, args, is_local=is_local))
     except BaseException:
-        decoding.kill()
+        process.kill()
         raise
 
 
@@ -111,5 +111,5 @@ def new_service(target: Target, draft: Draft | None, policy: str, limits: Server
     """Plans the caches, warms up and starts a decoding thread; ValueError as of `plan_decoding`. `options`: of `Access`."""
     if target.processor is None:
         raise ValueError("target: has no processor, so it takes no messages; use sage.load_target(path)")
-    decoding = Decoding(plan_decoding, target, draft, policy, limits, in_process=False)
-    return Service(decoding, target.processor, model, limits, Access(**options))
+    process = DecoderProcess(plan_decoding, target, draft, policy, limits, in_thread=True)
+    return Service(process, target.processor, model, limits, Access(**options))

@@ -25,7 +25,7 @@ from sage.serving import command, completion, scheduler
 from sage.serving import server as server_module
 from sage.serving.app import CHAT
 from sage.serving.completion import StopStrings
-from sage.serving.decoding import check_caches
+from sage.serving.decoder_process import check_caches
 from sage.serving.errors import ApiError
 
 LONG = {"max_tokens": 60, "ignore_eos": True}

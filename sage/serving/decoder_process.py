@@ -84,26 +84,26 @@ class Plan:
     end_token_ids: tuple[int, ...]
 
 
-class Decoding:
+class DecoderProcess:
     """The decoding process as the server sees it; it starts at once and loads what it decodes.
 
     Args:
         load: loads it; a function of a module, called in the process with `args`.
-        in_process: False: in a thread of this process instead, for a target that is loaded already.
+        in_thread: whether it is a thread of this process instead, for a target that is loaded already.
 
     Attributes:
         connection: yields lists of events; EOFError or OSError once the process has ended.
         pid: number of the process; None for a thread.
     """
 
-    def __init__(self, load: Callable[..., Plan], *args: Any, in_process: bool = True) -> None:
+    def __init__(self, load: Callable[..., Plan], *args: Any, in_thread: bool = False) -> None:
         context = get_context("spawn")
         self.connection, far_end = context.Pipe()
-        start: Any = context.Process if in_process else threading.Thread
-        self._worker = start(target=decode, args=(far_end, load, args, in_process), name="decoding", daemon=True)
+        start: Any = threading.Thread if in_thread else context.Process
+        self._worker = start(target=decode, args=(far_end, load, args, in_thread), name="decoding", daemon=True)
         self._worker.start()
-        self.pid: int | None = self._worker.pid if in_process else None
-        if in_process:
+        self.pid: int | None = None if in_thread else self._worker.pid
+        if not in_thread:
             far_end.close()
         self._sender = ThreadPoolExecutor(1, "to decoding")
 
@@ -146,9 +146,9 @@ class Decoding:
             self._worker.join()
 
 
-def decode(connection: Connection, load: Callable[..., Plan], args: tuple[Any, ...], is_process: bool) -> None:
+def decode(connection: Connection, load: Callable[..., Plan], args: tuple[Any, ...], in_thread: bool) -> None:
     """Loads, sends `max_context` and `end_token_ids` of the plan, or the user's mistake as text; then decodes."""
-    if is_process:
+    if not in_thread:
         plain_warnings()
         for number in (signal.SIGINT, signal.SIGTERM):  # are the server's to obey
             signal.signal(number, signal.SIG_IGN)

@@ -17,9 +17,9 @@ from sage.decoding.answer import Stats
 from sage.decoding.settings import Sampling
 from sage.runtime.compiled import CompiledFunction
 from sage.runtime.modes import PassMode
-from sage.serving.decoding import Decoding, Plan, decode, greeting, plan_decoding
+from sage.serving.decoder_process import DecoderProcess, Plan, decode, greeting, plan_decoding
 from sage.serving.errors import ApiError
-from sage.serving.scheduler import Job, Metrics, Scheduler
+from sage.serving.scheduler import Metrics, Scheduler, Ticket
 from sage.serving.settings import ServerLimits
 
 ENDLESS, UNWANTED = 0, 13  # tokens of a prompt
@@ -65,12 +65,12 @@ def no_plan() -> Plan:
     raise ValueError("target: none,\ngive one")
 
 
-def run(test: Callable[[Decoding], Coroutine[Any, Any, None]]) -> None:
-    decoding = Decoding(plan)
-    assert decoding.wait() == (64, (7,))
-    asyncio.run(asyncio.wait_for(test(decoding), 60))
-    decoding.close()
-    assert not decoding.is_alive
+def run(test: Callable[[DecoderProcess], Coroutine[Any, Any, None]]) -> None:
+    process = DecoderProcess(plan)
+    assert process.wait() == (64, (7,))
+    asyncio.run(asyncio.wait_for(test(process), 60))
+    process.close()
+    assert not process.is_alive
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -78,8 +78,8 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def started(decoding: Decoding) -> Scheduler:
-    scheduler = Scheduler(decoding, max_requests=2, queue=2, metrics=Metrics())
+def started(process: DecoderProcess) -> Scheduler:
+    scheduler = Scheduler(process, max_requests=2, queue=2, metrics=Metrics())
     scheduler.start()
     return scheduler
 
@@ -89,7 +89,7 @@ def answer(scheduler: Scheduler, *tokens: int) -> asyncio.Task[list[Any]]:
 
     async def collect() -> list[Any]:
         inputs = {"input_ids": torch.tensor([tokens]), "text": "kept"}
-        async with aclosing(scheduler.decode(Job(), inputs, Sampling())) as results:
+        async with aclosing(scheduler.decode(Ticket(), inputs, Sampling())) as results:
             return [result async for result in results]
 
     return asyncio.create_task(collect())
@@ -97,8 +97,8 @@ def answer(scheduler: Scheduler, *tokens: int) -> asyncio.Task[list[Any]]:
 
 @pytest.mark.slow
 def test_requests_end_on_their_own() -> None:
-    async def test(decoding: Decoding) -> None:
-        scheduler = started(decoding)
+    async def test(process: DecoderProcess) -> None:
+        scheduler = started(process)
         *tokens, stats = await answer(scheduler, 5, 6)
         assert tokens == [([5], ()), ([6], ())] and isinstance(stats, Stats)
         endless = answer(scheduler, ENDLESS)
@@ -126,18 +126,18 @@ def test_requests_end_on_their_own() -> None:
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_ends_its_requests_and_the_server() -> None:
-    async def test(decoding: Decoding) -> None:
-        scheduler, stopped = started(decoding), asyncio.Event()
+    async def test(process: DecoderProcess) -> None:
+        scheduler, stopped = started(process), asyncio.Event()
         scheduler.on_failure = stopped.set
         requests = [answer(scheduler, ENDLESS) for _ in range(3)]
         await until(lambda: len(scheduler.running) == 2)
-        decoding.kill()
+        process.kill()
         for request in requests:
             with pytest.raises(ApiError, match="failed") as failed:
                 await request
             assert failed.value.status_code == 500
         await stopped.wait()
-        assert scheduler.has_failed and not scheduler.decoding.is_alive
+        assert scheduler.has_failed and not scheduler.process.is_alive
         with pytest.raises(ApiError, match="stopping"), scheduler.reserved():
             pass
 
@@ -147,14 +147,14 @@ def test_a_process_that_is_killed_ends_its_requests_and_the_server() -> None:
 @pytest.mark.slow
 def test_a_mistake_that_the_process_finds_is_raised() -> None:
     with pytest.raises(ValueError, match="^target: none, give one$"):
-        Decoding(no_plan).wait()
+        DecoderProcess(no_plan).wait()
 
 
 def test_what_loading_has_left_is_collected_before_the_server_listens() -> None:
     connection, frozen = MagicMock(), list[int]()
     connection.send.side_effect = lambda _: frozen.append(gc.get_freeze_count())
     connection.poll.side_effect = EOFError
-    decode(connection, plan, (), is_process=False)
+    decode(connection, plan, (), in_thread=True)
     assert len(frozen) == 1 and frozen[0] > gc.get_freeze_count()
 
 
