@@ -1,7 +1,6 @@
 """The folder of the draft that a user names: a run, one of its drafts, or any other draft. The only place that resolves it.
 
-Imports no torch, so that a command answers a wrong name before it loads anything. Does not own: the other files of a run
-(checkpoints.run_folder), loading (sage.drafts.draft).
+Imports no torch, so that a command answers a wrong name before it loads anything; `sage.drafts.draft` loads drafts.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ from train.distill.rows import Part, Rows
 
 STATISTICS = ("ce", "kl", "agreement", "acceptance")  # entries of the second result of `ChunkedDistillation`
 SPLIT_SIZE = 4096  # entries of the vocabulary that are summed in one go
+Caps: TypeAlias = tuple[float | None, float | None]  # soft caps of the logits of draft and target
 # Logits whose distributions exist in float32 at a time: on a CPU so few that its caches hold them, on GPUs enough for a kernel
 # to take longer than its launch.
-Caps: TypeAlias = tuple[float | None, float | None]  # soft caps of the logits of draft and target
 BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**24}
 
 

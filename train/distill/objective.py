@@ -1,7 +1,6 @@
 """The loss of a micro-batch: draft predictions at the supervised positions, compared with the target.
 
-Does not own: the terms and their chunked computation (train.distill.chunked_loss), the rows that predict the supervised
-positions (train.distill.rows), the division by the number of supervised tokens over all ranks (train.job.loop).
+Its terms are in `chunked_loss.py`, the rows in `rows.py`; the loop divides by the supervised tokens of all micro-batches.
 
 Shapes: R rows, K steps, S supervised positions, D draft hidden size, E target hidden size, U draft vocabulary.
 """

@@ -172,10 +172,9 @@ def supervised_features(pairs: Pairs, output: DraftOutput) -> Tensor:
 class SlotStudent(HeadStudent):
     """A head with slots, which drafts K tokens from random anchors of each sequence in one pass.
 
-    An anchor is a supervised pair, as in
-    decoding, where the target has emitted the second token of the pair. Anchor pair t is (feature of token t, embedding of
-    token t + 1); level k of its block predicts token t + 2 + k, the label of pair t + k. Rows end with the turn: a slot never
-    predicts a token of the answer to another question. Worked example for one sequence, K = 3:
+    An anchor is a supervised pair, as in decoding, where the target has emitted the second token of the pair. Anchor pair t is
+    (feature of token t, embedding of token t + 1); level k of its block predicts token t + 2 + k, the label of pair t + k. Rows
+    end with the turn: a slot never predicts a token of the answer to another question. Worked example for one sequence, K = 3:
 
         pair         0 1 2 3 4 5 6
         supervised   . . 1 1 1 . 1      two answers
