@@ -28,6 +28,7 @@ REFUSED = {  # command line -> parts of the message
     "train -m seed=1,2 train.max_step=5": ["train.max_step:", "did you mean train.max_steps?"],
     "train target=pocket_qwen2_5_vl optim.learning_rate=1": ["optim.learning_rate:", "did you mean optim.lr?"],
     "train --data x.jsonl": ["--data:", "data=VALUE, without dashes"],
+    "train --max-steps 3": ["--max-steps:", "train.max_steps=VALUE, without dashes"],
     "validate --compare --ouut x y": ["--ouut:", "did you mean --out?"],
     "validate chekpoint=x": ["did you mean checkpoint?"],
     "data data=mesages": ["did you mean data=messages?"],
@@ -57,7 +58,8 @@ for home, words in json.loads(sys.argv[1]):
         except SystemExit as ended:
             code = ended.code
     found.append([code, output.getvalue(), errors.getvalue()])
-print(json.dumps([found, [name for name in ("torch", "transformers", "deepspeed", "wandb") if name in sys.modules]]))
+heavy = ("torch", "transformers", "deepspeed", "wandb", "matplotlib")
+print(json.dumps([found, [name for name in heavy if name in sys.modules]]))
 """
 
 

@@ -21,9 +21,9 @@ from train.report.compare import compare_jobs, score_of_run
 logger = logging.getLogger(__name__)
 NOTHING_CHOSEN = """\
 error: no target and no data are given; choose one of
-  sage-train experiment=demo                                                   the demonstration, minutes on two cores
-  sage-train target=pocket_qwen2_5_vl|qwen2_5_vl_7b data=messages data.path=FILE   your own data
-  sage-train --help                                                            every choice and key"""
+  sage-train experiment=demo                                         the demonstration, minutes on two cores
+  sage-train target=pocket_qwen2_5_vl|qwen2_5_vl_7b data.path=FILE   your own data
+  sage-train --help                                                  every choice and key"""
 
 
 def main() -> None:

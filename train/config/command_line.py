@@ -26,7 +26,7 @@ from train.config.schema import ConfigError, LaunchConfig
 from train.config.store import BY_PATH, LABEL, group_choices, group_of, key_of, keys_of
 
 RESUME = "--resume"
-WITHOUT_DASHES = ("target", "data", "draft", "checkpoint", "out", "action")
+GROUPS = ("target", "data", "draft")
 PATH_KEY = re.compile(r"(?:\A|\.)(?:path|dir|cache_dir|media_root|bad_list|draft|checkpoint|out|state)\Z")
 PLAIN = re.compile(r"[A-Za-z0-9_/.+*?@%:-]*")
 SYNTAX = re.compile(r"\A[\['\"]|[,$]")  # of a list, a quoted text, a sweep, or an interpolation
@@ -43,14 +43,16 @@ PLUGINS = {  # choices that need a package
 def refuse_unknown_options(arguments: Sequence[str], schema: type, leading: Sequence[str] = ()) -> None:
     """Raises ConfigError with the first option that neither Hydra nor this command has; `leading` ones only come first."""
     resume = [RESUME] if "run" in {field.name for field in fields(schema)} else []
-    options = [*get_args_parser()._option_string_actions, "--version", "--debug", *resume]
+    options = [*get_args_parser()._option_string_actions, "--debug", *resume]
     for option in (argument.partition("=")[0] for argument in arguments if argument.startswith("-")):
         if option in leading:
             raise ConfigError(f"{option}: has to be the first word; move it to the front")
         if option not in options:
             known = [name for name in (*options, *leading) if name.startswith("--")]
-            if option.strip("-") in WITHOUT_DASHES:
-                raise ConfigError(f"{option}: write {option.strip('-')}=VALUE, without dashes")
+            name = option.strip("-").replace("-", "_")
+            keys = [key for key in (*GROUPS, *keys_of(schema)) if name in (key, key.rpartition(".")[2])]
+            if name in GROUPS or len(keys) == 1:
+                raise ConfigError(f"{option}: write {keys[0]}=VALUE, without dashes")
             raise ConfigError(f"{option}: unknown option{did_you_mean(option, known)}; allowed: {', '.join(known)}")
 
 

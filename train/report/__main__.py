@@ -9,8 +9,6 @@ from checkpoints.run_folder import REPORT, REPORT_PAGE, is_run, read_report
 from sage.commands.cli import new_parser, run
 from sage.io.files import check_writable
 from train.config.schema import ConfigError
-from train.report.page import write_pages
-from train.report.run_page import write_run_report
 
 
 def main() -> None:
@@ -29,6 +27,9 @@ def main() -> None:
 
 def draw(source: Path, out: Path | None) -> Path:
     """Draws the page of a run or of a report; returns its path. Refuses another source before anything is created."""
+    from train.report.page import write_pages  # with matplotlib, which `--help` does not need
+    from train.report.run_page import write_run_report
+
     if out is not None:
         check_writable(out / REPORT_PAGE)
     if is_run(source):
