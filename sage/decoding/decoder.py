@@ -113,77 +113,6 @@ def decode(request: Request) -> Iterator[Round]:
         yield emitted
 
 
-def run_round(requests: Sequence[Request]) -> list[Round]:
-    """Runs one round of every request: plan, verify, commit. All share one pass of the target, one pass of the draft over
-    accepted tokens, and one per level.
-
-    A request that fails keeps its `error`, and its round has no tokens; the others go on. One that decodes alone raises it.
-    """
-    drafts = _each(requests, _begin)
-    synchronize_drafts(requests, drafts)
-    builders = grow(requests, drafts)
-    trees = _each(requests, selected_tree, builders)
-    outputs = _run_passes(requests, _each(requests, _verify_pass, trees))
-    rounds = _each(requests, _accept, trees, outputs)
-    return [Round([], 0) if round_ is None else round_ for round_ in rounds]
-
-
-def attempt(request: Request, step: Callable[..., Any], *values: Any) -> Any:
-    """Runs a step of one request on its clock; returns None if it fails, and keeps the error."""
-    if request.error is not None:
-        return None
-    try:
-        with request.clock.running():
-            return step(request, *values)
-    except Exception as error:
-        request.error = error
-        return None
-
-
-def _is_alone(requests: Sequence[Request]) -> bool:
-    """Whether a request decodes alone: it needs no time of its own, and its error ends no other. The steps below then leave out
-    what several need, which is a tenth of a small target's round.
-    """
-    return len(requests) == 1 and not requests[0].clock.is_shared
-
-
-def _each(requests: Sequence[Request], step: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
-    """Runs a step of every request, with its entry of each column."""
-    if _is_alone(requests):
-        return [step(requests[0], *[column[0] for column in columns])]
-    return [attempt(request, step, *values) for request, *values in zip(requests, *columns, strict=True)]
-
-
-def _run_passes(requests: Sequence[Request], passes: Sequence[Any]) -> list[Any]:
-    """Runs the passes that requests need, None for none; their clocks share the time."""
-    if _is_alone(requests):
-        return run_passes(passes)
-    indices = [i for i, each in enumerate(passes) if each is not None]
-    results: list[Any] = [None] * len(passes)
-    if not indices:
-        return results
-    with shared_time([requests[i].clock for i in indices]):
-        for i, result in zip(indices, run_passes([passes[i] for i in indices]), strict=True):
-            results[i] = result
-    return results
-
-
-def read_chunk(request: Request, num_tokens: int) -> bool:
-    """Runs the target over the next `num_tokens` tokens of the prompt, if more than these are left; returns whether it has.
-
-    A prompt is read at once if the draft's pruning needs the attention of all its tokens, or if tokens attend to later ones.
-    """
-    family = request.target.family
-    left = request.prompt.input_ids.shape[1] - request.cache.length
-    if left <= num_tokens or request.pruning.needs_attention or type(family).visible is not Family.visible:
-        return False
-    chunk = torch.arange(request.cache.length, request.cache.length + num_tokens, device=request.prompt.input_ids.device)
-    request.features.append(read_prompt(request.target, request.prompt.at(chunk), request.cache, request.levels))
-    _note_prompt(request)
-    request.clock.lap("target_prefill")
-    return True
-
-
 def prefill(request: Request) -> Round:
     """Runs target and draft over the part of the prompt that is not cached."""
     target, session, clock = request.target, request.session, request.clock
@@ -215,6 +144,22 @@ def prefill(request: Request) -> Round:
     return Round(_emit(request, [request.root]), 0, logprobs=logprobs)
 
 
+def read_chunk(request: Request, num_tokens: int) -> bool:
+    """Runs the target over the next `num_tokens` tokens of the prompt, if more than these are left; returns whether it has.
+
+    A prompt is read at once if the draft's pruning needs the attention of all its tokens, or if tokens attend to later ones.
+    """
+    family = request.target.family
+    left = request.prompt.input_ids.shape[1] - request.cache.length
+    if left <= num_tokens or request.pruning.needs_attention or type(family).visible is not Family.visible:
+        return False
+    chunk = torch.arange(request.cache.length, request.cache.length + num_tokens, device=request.prompt.input_ids.device)
+    request.features.append(read_prompt(request.target, request.prompt.at(chunk), request.cache, request.levels))
+    _note_prompt(request)
+    request.clock.lap("target_prefill")
+    return True
+
+
 def _note_prompt(request: Request) -> None:
     """Keeps the log-probabilities of the tokens that follow those read last, if they are wanted; few logits at a time."""
     if request.prompt_logprobs is not None:
@@ -230,6 +175,21 @@ def _prefill_draft(request: Request, session: DraftSession, prompt: Prompt, feat
     request.draft_logits = session.prefill(prompt, features, first)
     request.stats.draft_context = session.context
     request.unread_prompt = None
+
+
+def run_round(requests: Sequence[Request]) -> list[Round]:
+    """Runs one round of every request: plan, verify, commit. All share one pass of the target, one pass of the draft over
+    accepted tokens, and one per level.
+
+    A request that fails keeps its `error`, and its round has no tokens; the others go on. One that decodes alone raises it.
+    """
+    drafts = _each(requests, _begin)
+    synchronize_drafts(requests, drafts)
+    builders = grow(requests, drafts)
+    trees = _each(requests, selected_tree, builders)
+    outputs = _run_passes(requests, _each(requests, _verify_pass, trees))
+    rounds = _each(requests, _accept, trees, outputs)
+    return [Round([], 0) if round_ is None else round_ for round_ in rounds]
 
 
 def _begin(request: Request) -> bool:
@@ -383,6 +343,46 @@ def _emit(request: Request, tokens: list[int]) -> list[int]:
     request.verifier.sampler.extend(emitted)
     request.stats.new_tokens += len(emitted)
     return emitted
+
+
+def _each(requests: Sequence[Request], step: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
+    """Runs a step of every request, with its entry of each column."""
+    if _is_alone(requests):
+        return [step(requests[0], *[column[0] for column in columns])]
+    return [attempt(request, step, *values) for request, *values in zip(requests, *columns, strict=True)]
+
+
+def attempt(request: Request, step: Callable[..., Any], *values: Any) -> Any:
+    """Runs a step of one request on its clock; returns None if it fails, and keeps the error."""
+    if request.error is not None:
+        return None
+    try:
+        with request.clock.running():
+            return step(request, *values)
+    except Exception as error:
+        request.error = error
+        return None
+
+
+def _run_passes(requests: Sequence[Request], passes: Sequence[Any]) -> list[Any]:
+    """Runs the passes that requests need, None for none; their clocks share the time."""
+    if _is_alone(requests):
+        return run_passes(passes)
+    indices = [i for i, each in enumerate(passes) if each is not None]
+    results: list[Any] = [None] * len(passes)
+    if not indices:
+        return results
+    with shared_time([requests[i].clock for i in indices]):
+        for i, result in zip(indices, run_passes([passes[i] for i in indices]), strict=True):
+            results[i] = result
+    return results
+
+
+def _is_alone(requests: Sequence[Request]) -> bool:
+    """Whether a request decodes alone: it needs no time of its own, and its error ends no other. A round then leaves out what
+    several need, which is a tenth of a small target's round.
+    """
+    return len(requests) == 1 and not requests[0].clock.is_shared
 
 
 def _inference_mode() -> AbstractContextManager[Any]:
