@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -43,6 +44,7 @@ def worker_context() -> Any:
 def start_worker(_number: int = 0) -> None:
     """Initializes a worker process: one torch thread, and the end of the worker with its parent process."""
     threading.Thread(target=_exit_with_parent, name="exit-with-parent", daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers as well, whose batches the parent's last step needs
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many processes as cores
 

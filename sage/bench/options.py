@@ -10,10 +10,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from sage.commands.cli import CHECKPOINT_DTYPE, add_load_options, add_model_options, add_settings, named_models, new_parser
 from sage.decoding.settings import DraftedAnswerSettings, Sampling
+from sage.io.files import check_writable
 from sage.io.ranges import NonNegativeInt, PositiveInt, Range, check_fields, from_attributes
 from sage.io.tables import markdown_table
 from sage.trees import AUTOREGRESSIVE, POLICIES, policy, policy_class, with_options
@@ -117,6 +119,8 @@ def check_compare(args: argparse.Namespace) -> None:
     if needing and args.draft is None:
         raise ValueError(f"--draft: missing; required by {', '.join(needing)}; give a draft folder")
     named_models(args)
+    if args.out is not None:
+        check_writable(Path(args.out))
 
 
 def baselines(text: str) -> list[str]:

@@ -44,6 +44,7 @@ REFUSED = {  # command line -> parts of the message
     "generate --trace a.html --check-device": ["--trace: has no effect with --check-device"],
     "serve --max-reqests=2": ["--max-reqests:", "did you mean --max-requests?"],
     f"bench {TARGET} --polcies chain": ["--polcies:", "did you mean --policies?"],
+    f"bench {TARGET} --policies autoregressive --out /proc/x.json": ["/proc/x.json: could not be written"],
     f"bench {TARGET} --policies sgae": ["--policies: 'sgae' is unknown"],
     f"bench {TARGET} --policies autoregressive --baselines vllm": ["--baselines: 'vllm'"],
 }

@@ -234,7 +234,7 @@ def test_weights_are_shares_of_every_epoch() -> None:
 
 WORKERS = """
 if __name__ == "__main__":
-    import sys, time, torch
+    import multiprocessing, os, signal, sys, time, torch
     from data_prep.build import build_dataset
     from data_prep.config import DataConfig
     from data_prep.loader import StepLoader
@@ -244,6 +244,8 @@ if __name__ == "__main__":
     dataset = build_dataset(DataConfig(num_examples=6, cache_dir=sys.argv[1]), processor)
     alone, together = (iter(StepLoader(dataset, processor.collate, 4, 2, num_workers=n)) for n in (0, 2))
     for _ in range(3):
+        for worker in multiprocessing.active_children():  # as Ctrl-C does; the run ends its step with their batches
+            os.kill(worker.pid, signal.SIGINT)
         for a, b in zip(next(alone), next(together), strict=True):
             assert a.keys() == b.keys()
             assert all(torch.equal(a[key], b[key]) if key not in ("ids", "sources") else a[key] == b[key] for key in a)
