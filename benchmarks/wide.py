@@ -1,4 +1,4 @@
-"""`python -m benchmarks.wide`: a pocket target with more weights and the same function, for measurements.
+"""`python -m benchmarks.wide`: a pocket target, or a Llama, with more weights and the same function.
 
 The MLPs of the text layers get more rows in gate and up, random with the standard deviation of the present ones, and a zero
 column of down for each: every pass reads and multiplies the added weights, and they add nothing. Texts stay the same, drafts
@@ -32,18 +32,21 @@ REMEDY = f"give one of {', '.join(f'pocket_{name}' for name in FAMILIES)}, or a 
 
 
 def widen_to(target: str, megabytes: float, out: Path) -> int:
-    """Writes a pocket target whose float32 pass reads about that many megabytes of weights; returns its `intermediate_size`.
+    """Writes the target with MLPs so wide that a float32 pass reads about that many megabytes of weights.
+
+    Returns:
+        its `intermediate_size`.
 
     Raises:
-        ValueError: not a pocket target, or a size that it cannot be widened to.
+        ValueError: neither a pocket target nor a Llama, or a size that it cannot be widened to.
         CannotWrite: the folder `out` cannot be written.
     """
     folder = Path(path_of_target(target))
     if not (folder / "config.json").is_file():
         raise ValueError(f"--target: {target}: no folder with a config.json; {REMEDY}")
     config = read_json(folder / "config.json")
-    kind, width = config.get("model_type"), config.get("text_config", {}).get("hidden_size")
-    if kind not in FAMILIES or width != WIDTH:
+    kind, width = config.get("model_type"), config.get("text_config", config).get("hidden_size")
+    if kind != "llama" and (kind not in FAMILIES or width != WIDTH):
         raise ValueError(f"--target: {target}: not a pocket target ({kind}, hidden_size {width}); {REMEDY}")
     size = size_for(folder, megabytes)
     widen(folder, config, size, out)
@@ -72,7 +75,8 @@ def widen(folder: Path, config: dict[str, Any], size: int, out: Path) -> None:
     wide = {name: _widened(name, weight, size, generator) for name, weight in sorted(tensors.items())}
     with naming_write_errors(out, "another folder"), new_folder(out) as inside:
         shutil.copytree(folder, inside, dirs_exist_ok=True, ignore=shutil.ignore_patterns(WEIGHTS, "config.json", "score.json"))
-        write_json(inside / "config.json", {**config, "text_config": {**config["text_config"], "intermediate_size": size}})
+        config.get("text_config", config)["intermediate_size"] = size
+        write_json(inside / "config.json", config)
         save_file(wide, inside / WEIGHTS, metadata={"format": "pt"})
 
 

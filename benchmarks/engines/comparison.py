@@ -1,4 +1,4 @@
-"""Decoding speed of our decoder and of vLLM or a running server, in turns on the same prompts, target and draft.
+"""Decoding speed of our decoder and of engines, in turns on the same prompts, target and draft.
 
 A turn decodes all prompts with one decoder, one request at a time. Turns alternate between decoders, in an order that rotates
 from repeat to repeat, so that other load on the machine affects all alike; ratios are taken within a repeat. Decoding time runs
@@ -20,7 +20,7 @@ from sage.io.tables import text_table
 
 logger = logging.getLogger(__name__)
 SETTLE_S = 0.5  # between turns: OpenMP threads of the last process spin for 0.2 s before they sleep
-VLLM, OURS = "vLLM", "ours"
+VLLM, LLAMA, OURS = "vLLM", "llama.cpp", "ours"
 T = TypeVar("T")
 
 
@@ -53,9 +53,10 @@ class Decoder:
     """One decoder of the comparison."""
 
     label: str
-    side: str  # `OURS` or the other one
+    side: str  # `OURS` or the engine
     draft: str  # label of its draft, or the method of vLLM without one; empty without one
     turn: Callable[[], list[Answer]]  # decodes every prompt
+    dtype: str = ""  # of the target's weights, or their form; empty if unknown
 
 
 @dataclass
@@ -85,24 +86,35 @@ def take_turns(decoders: Sequence[Decoder], repeats: int) -> list[Turns]:
 
 
 def figures(found: Sequence[Turns], same_draft: str) -> dict[str, Any]:
-    """Returns the figures of every decoder and the ratios of the fastest ones; `same_draft`: label of the draft of both."""
+    """Returns the figures of every decoder, and the ratios of the fastest ones by dtype of the engines.
 
-    def fastest(is_ours: bool, has_draft: Callable[[str], object]) -> Turns | None:
+    Texts are compared with those of our autoregressive loop in the same dtype, speeds with ours; what we do not have, such as
+    weights of eight bits, with the texts of our first dtype and the speed of our last one.
+
+    Args:
+        same_draft: label of the draft of both sides.
+    """
+
+    def fastest(is_ours: bool, dtype: str, has_draft: Callable[[str], object]) -> Turns | None:
         """The turns with the highest median speed of one side, among those whose draft's label is accepted."""
-        chosen = [turns for turns in found if (turns.decoder.side == OURS) is is_ours and has_draft(turns.decoder.draft)]
-        return max(chosen, key=lambda turns: median(turns.tokens_per_s), default=None)
+        chosen = [turns for turns in found if (turns.decoder.side == OURS) is is_ours and turns.decoder.dtype == dtype]
+        with_draft = [turns for turns in chosen if has_draft(turns.decoder.draft)]
+        return max(with_draft, key=lambda turns: median(turns.tokens_per_s), default=None)
 
-    reference = next(turns.answers for turns in found if turns.decoder.side == OURS and not turns.decoder.draft)
-    texts = [answer.tokens for answer in reference]
-    pairs = {
-        "autoregressive": (fastest(True, not_), fastest(False, not_)),
-        "same draft": (fastest(True, same_draft.__eq__), fastest(False, same_draft.__eq__)),
-        "any draft": (fastest(True, bool), fastest(False, bool)),
-    }
-    return {
-        "decoders": {turns.decoder.label: _decoder_figures(turns, texts) for turns in found},
-        "ratios": {name: _ratio(ours, theirs) for name, (ours, theirs) in pairs.items() if ours and theirs},
-    }
+    own = dict[str, list[list[int]]]()  # by dtype: the texts of our first decoder, which has no draft
+    for turns in found:
+        if turns.decoder.side == OURS:
+            own.setdefault(turns.decoder.dtype, [answer.tokens for answer in turns.answers])
+    first, *_, last = (next(iter(own)), *own)
+    dtypes = list(dict.fromkeys(turns.decoder.dtype for turns in found if turns.decoder.side != OURS))
+    ratios = {}
+    for dtype in dtypes:
+        for name, has_draft in {"autoregressive": not_, "same draft": same_draft.__eq__, "any draft": bool}.items():
+            ours, theirs = fastest(True, dtype if dtype in own else last, has_draft), fastest(False, dtype, has_draft)
+            if ours and theirs:
+                ratios[name if len(dtypes) == 1 else f"{name}, {dtype}"] = _ratio(ours, theirs)
+    decoders = {turns.decoder.label: _decoder_figures(turns, own.get(turns.decoder.dtype, own[first])) for turns in found}
+    return {"decoders": decoders, "ratios": ratios}
 
 
 def _ratio(ours: Turns, theirs: Turns) -> dict[str, Any]:
@@ -117,6 +129,7 @@ def _decoder_figures(turns: Turns, texts: Sequence[list[int]]) -> dict[str, Any]
     return {
         "side": turns.decoder.side,
         "draft": turns.decoder.draft,
+        "dtype": turns.decoder.dtype,
         **spread("tokens_per_s", turns.tokens_per_s),
         "end_to_end_tokens_per_s": median(turns.end_to_end),
         "first_token_ms": 1e3 * median(turns.first_token_s),

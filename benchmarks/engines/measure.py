@@ -1,22 +1,25 @@
-"""Builds the decoders of a comparison and runs them: ours in this process, and a running server, or vLLM with each setting in a
-process of its own.
+"""Builds the decoders of a comparison and runs them: ours in this process, and a running server, or vLLM and llama.cpp in a
+process per setting.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import sage
-from benchmarks.engines.comparison import OURS, VLLM, Answer, Decoder, figures, take_turns
+from benchmarks.engines.comparison import LLAMA, OURS, VLLM, Answer, Decoder, figures, take_turns
+from benchmarks.engines.llama import DRAFT_IN_FLOAT32, FORMS, IN_FLOAT32, Llama, LlamaServer
 from benchmarks.engines.server import SERVER, Refused, ServerClient, ServerDecoder, served_model
 from checkpoints.export.exporter import ExportOptions, export
 from checkpoints.export.formats import find_format
@@ -32,6 +35,7 @@ from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, Runner, baseline_ru
 from sage.commands.cli import resolve_device
 from sage.decoding.answer import PREFILL_PHASES
 from sage.decoding.settings import Sampling
+from sage.io.dtypes import SHORT_NAMES, dtype_name
 from sage.io.machine import available_cores, pin
 from sage.runtime.executors import describe_passes
 from sage.runtime.modes import MANY_ANSWERS, PassMode, resolve_pass_mode
@@ -50,26 +54,28 @@ NGRAM_TOKENS = 4
 class Comparison:
     """What is compared.
 
-    The first draft is also that of the other side: served by `server`, or an `eagle3`, exported in fp32 and served by vLLM.
+    The first draft is also that of the other side: served by `server`, or an `eagle3`, exported for each engine in the dtype of
+    its target.
     """
 
     python: Path = ENGINE_PYTHON  # interpreter of the environment with vLLM; unused with `server`
-    server: str | None = field(default=None, repr=False)  # URL of a running server in place of vLLM
+    llama: Path | None = None  # folder of `make engines-llama`: llama.cpp is compared as well, on text prompts
+    server: str | None = field(default=None, repr=False)  # URL of a running server in place of the engines
     server_model: str | None = None  # its name of the target; None: the only one it serves
     server_key: str = field(default="", repr=False)  # empty: none
-    target: str  # folder of the target; a Qwen2.5-VL without `server`
+    target: str  # folder of the target
     drafts: dict[str, Path]  # folders by label
     variants: Sequence[Variant]  # our policies, each with every draft
     baselines: Sequence[str] = ()  # decoders without a draft beside our autoregressive loop, of `sage.bench.runners.BASELINES`
-    depths: Sequence[int] = (1, 2, 3, 4, 5)  # values of vLLM's `num_speculative_tokens`
+    depths: Sequence[int] = (1, 2, 3, 4, 5)  # drafted tokens per round of an engine; each is a setting
     ngram: bool = False  # whether vLLM also speculates by n-grams of the text
     num_prompts: int = 32
     repeats: int = 5
     max_new_tokens: int = 128
     passes: str = PassMode.auto  # how our passes run; `auto`: captured on a GPU, compiled on a CPU, since vLLM compiles as well
-    cores: Sequence[int] = field(default_factory=available_cores)  # that both sides are pinned to, with one thread each
+    cores: Sequence[int] = field(default_factory=available_cores)  # that all sides are pinned to, with one thread each
     device: str = "cpu"  # of our decoders
-    dtype: torch.dtype | None = None  # of our decoders; None: fp32 on the CPU, else the target's
+    dtypes: Sequence[torch.dtype | None] = (None,)  # of our decoders and vLLM; None: fp32 on the CPU, else the target's
 
     @property
     def served_draft(self) -> str:
@@ -86,10 +92,12 @@ def measure(comparison: Comparison) -> dict[str, Any]:
             if comparison.server:
                 client = processes.enter_context(ServerClient(comparison.server, comparison.server_key))
                 return _measure_server(comparison, client, Path(scratch))
-            target = load_target(comparison)
-            prompts, prompts_file = write_prompts(target, questions(comparison), Path(scratch))
+            targets = load_targets(comparison)
+            prompts, prompts_file = write_prompts(targets[0], questions(comparison), Path(scratch))
             theirs, versions = vllm_decoders(comparison, prompts_file, Path(scratch), processes)
-            return {"engine": versions, **_take_turns(comparison, target, prompts, theirs)}
+            if comparison.llama:
+                theirs += llama_decoders(comparison, comparison.llama, prompts_file, Path(scratch), processes)
+            return {"engine": versions, **_take_turns(comparison, targets, prompts, theirs)}
     finally:
         pin(0, affinity)
         torch.set_num_threads(threads)
@@ -108,13 +116,13 @@ def _measure_server(comparison: Comparison, client: ServerClient, scratch: Path)
     model = served_model(client, comparison.server_model)
     data = prompt_data(run_of(comparison.drafts[comparison.served_draft]), comparison.target)
     conversations = validation_prompts(data, comparison.num_prompts)
-    target = load_target(comparison)
-    prompts, _ = write_prompts(target, conversations, scratch)
+    targets = load_targets(comparison)
+    prompts, _ = write_prompts(targets[0], conversations, scratch)
     media = MediaPolicy.of(data, Split.validation, Images.inline)
     questions = [request_messages(conversation.messages, media) for conversation in conversations]
-    decoder = server_decoder(comparison, client, model, target, questions)
+    decoder = server_decoder(comparison, client, model, targets[0], questions)
     before = client.counters()
-    found = _take_turns(comparison, target, prompts, [decoder])
+    found = _take_turns(comparison, targets, prompts, [decoder])
     counts = client.counters()
     counts.subtract(before)
     rounds = counts.pop(0, 0)
@@ -124,14 +132,15 @@ def _measure_server(comparison: Comparison, client: ServerClient, scratch: Path)
 
 @frozen_heap()
 def _take_turns(
-    comparison: Comparison, target: Target, prompts: Sequence[BenchPrompt], theirs: Sequence[Decoder]
+    comparison: Comparison, targets: Sequence[Target], prompts: Sequence[BenchPrompt], theirs: Sequence[Decoder]
 ) -> dict[str, Any]:
-    turns = take_turns([*our_decoders(comparison, target, prompts), *theirs], comparison.repeats)
+    ours = (decoder for target in targets for decoder in our_decoders(comparison, target, prompts))
+    turns = take_turns([*ours, *theirs], comparison.repeats)
     return {
         "prompts": len(prompts),
         "repeats": comparison.repeats,
         "threads": len(comparison.cores),
-        "passes": describe_passes(target),
+        "passes": describe_passes(targets[0]),
         **figures(turns, comparison.served_draft),
     }
 
@@ -157,51 +166,89 @@ def vllm_decoders(
     comparison: Comparison, prompts_file: Path, scratch: Path, processes: ExitStack
 ) -> tuple[list[Decoder], dict[str, str]]:
     """Returns vLLM with each setting, loaded, and the versions of its packages."""
-    export_folder = scratch / "export"
-    options = ExportOptions(target=comparison.target, dtype=torch.float32)
-    export(comparison.drafts[comparison.served_draft], export_folder, FORMAT, options)
     found, versions = list[Decoder](), dict[str, str]()
-    plain = EngineSetting(target=comparison.target)
-    drafting = replace(plain, draft=export_folder, speculative=find_format(FORMAT).vllm_options)
-    speculative = {f"vllm {depth} tokens": replace(drafting, depth=depth) for depth in comparison.depths}
-    if comparison.ngram:
-        speculative["vllm ngram"] = replace(plain, depth=NGRAM_TOKENS, speculative=NGRAM)
-    settings = {"vllm": plain, "vllm enforce_eager": replace(plain, is_compiled=False), **speculative}
-    for label, setting in settings.items():
-        logger.info("loading %s", label)
-        log = scratch / f"{label.replace(' ', '_')}.log"
-        limits: dict[str, Any] = {"max_new_tokens": comparison.max_new_tokens, "cores": comparison.cores}
-        engine = processes.enter_context(VllmProcess(comparison.python, prompts_file, log, **limits))
-        versions = engine.load(setting)
-        passes = [len(answer["rounds"]) for answer in engine.trace()]
+    for dtype in (dtype or torch.float32 for dtype in comparison.dtypes):
+        name = SHORT_NAMES[dtype_name(dtype)]
+        export_folder = scratch / f"export_{name}"
+        options = ExportOptions(target=comparison.target, dtype=dtype)
+        export(comparison.drafts[comparison.served_draft], export_folder, FORMAT, options)
+        plain = EngineSetting(target=comparison.target, dtype=dtype_name(dtype))
+        drafting = replace(plain, draft=export_folder, speculative=find_format(FORMAT).vllm_options)
+        settings = {"vllm": plain} | {f"vllm {depth} tokens": replace(drafting, depth=depth) for depth in comparison.depths}
+        if comparison.ngram:
+            settings["vllm ngram"] = replace(plain, depth=NGRAM_TOKENS, speculative=NGRAM)
+        for setting_name, setting in settings.items():
+            label = labelled(comparison, setting_name, name)
+            logger.info("loading %s", label)
+            log = scratch / f"{label.replace(' ', '_')}.log"
+            limits: dict[str, Any] = {"max_new_tokens": comparison.max_new_tokens, "cores": comparison.cores}
+            engine = processes.enter_context(VllmProcess(comparison.python, prompts_file, log, **limits))
+            versions = engine.load(setting)
+            passes = [len(answer["rounds"]) for answer in engine.trace()] if setting.depth else []
 
-        def turn(engine: VllmProcess = engine, passes: Sequence[int] = passes) -> list[Answer]:
-            return [Answer(**answer, passes=count) for answer, count in zip(engine.time(), passes, strict=True)]
+            def turn(engine: VllmProcess = engine, passes: Sequence[int] = passes) -> list[Answer]:
+                pairs = zip_longest(engine.time(), passes)  # without a draft there are none
+                return [Answer(**answer, passes=count) for answer, count in pairs]
 
-        draft = comparison.served_draft if setting.draft else setting.speculative.get("method", "")
-        found.append(Decoder(label, VLLM, draft, turn))
+            draft = comparison.served_draft if setting.draft else setting.speculative.get("method", "")
+            found.append(Decoder(label, VLLM, draft, turn, name))
     return found, versions
 
 
-def load_target(comparison: Comparison) -> Target:
+def llama_decoders(
+    comparison: Comparison, folder: Path, prompts_file: Path, scratch: Path, processes: ExitStack
+) -> Iterator[Decoder]:
+    """Yields llama.cpp with each form of the weights, without the draft and with it; ValueError for prompts with images."""
+    llama, rows, draft = Llama(folder), json.loads(prompts_file.read_text()), comparison.drafts[comparison.served_draft]
+    if any(row["images"] for row in rows):
+        raise ValueError(f"--llama {folder}: prompts with images are not compared; give a text target")
+    for name, (form, dtype) in FORMS.items():
+        logger.info("loading llama.cpp, %s", name)
+        model = llama.converted(Path(comparison.target), form, scratch / f"target-{form}.gguf")
+        is_float32 = dtype == torch.float32
+        for depth in (0, *comparison.depths):
+            options = ["-m", str(model), *(IN_FLOAT32 if is_float32 else ())]
+            if depth:
+                out = scratch / f"gguf_{form}_{depth}"
+                options += llama.exported(draft, Path(comparison.target), out, dtype, depth)
+                options += DRAFT_IN_FLOAT32 if is_float32 else ()
+            log = scratch / f"llama_{form}_{depth}.log"
+            server = processes.enter_context(llama.serving(options, log, comparison.cores))
+
+            def turn(server: LlamaServer = server) -> list[Answer]:
+                return [server.answer(row["ids"], comparison.max_new_tokens) for row in rows]
+
+            label = f"llama.cpp {depth} tokens, {name}" if depth else f"llama.cpp, {name}"
+            yield Decoder(label, LLAMA, comparison.served_draft if depth else "", turn, name)
+
+
+def load_targets(comparison: Comparison) -> list[Target]:
+    """Returns the target in each dtype."""
     device = resolve_device(comparison.device)
-    dtype = comparison.dtype or (torch.float32 if device.type == "cpu" else None)
-    target = sage.load_target(comparison.target, dtype=dtype, device=device)
-    target.passes = resolve_pass_mode(comparison.passes, device.type, MANY_ANSWERS, target.is_plain)
-    return target
+    default = torch.float32 if device.type == "cpu" else None
+    found = [sage.load_target(comparison.target, dtype=dtype or default, device=device) for dtype in comparison.dtypes]
+    for target in found:
+        target.passes = resolve_pass_mode(comparison.passes, device.type, MANY_ANSWERS, target.is_plain)
+    return found
+
+
+def labelled(comparison: Comparison, label: str, dtype: str) -> str:
+    """Returns the label of a decoder, with its dtype where several are compared."""
+    return f"{label}, {dtype}" if len(comparison.dtypes) > 1 else label
 
 
 def our_decoders(comparison: Comparison, target: Target, prompts: Sequence[BenchPrompt]) -> Iterator[Decoder]:
     """Yields our autoregressive loop, the baselines, and every policy with every draft."""
-    sampling = Sampling(max_new_tokens=comparison.max_new_tokens)
+    sampling, dtype = Sampling(max_new_tokens=comparison.max_new_tokens), SHORT_NAMES[dtype_name(target.dtype)]
     for name in dict.fromkeys((AUTOREGRESSIVE, *comparison.baselines)):
-        yield Decoder(name, OURS, "", partial(_our_turn, baseline_runner(target, name), prompts, sampling))
+        turn = partial(_our_turn, baseline_runner(target, name), prompts, sampling)
+        yield Decoder(labelled(comparison, name, dtype), OURS, "", turn, dtype)
     for draft_label, folder in comparison.drafts.items():
         draft = sage.load_draft(folder, target)
         for variant in comparison.variants:
             runner = PolicyRunner(target, draft, variant.label, sage.policy(variant.policy, **variant.options))
             turn = partial(_our_turn, runner, prompts, sampling)
-            yield Decoder(f"{variant.label}, {draft_label}", OURS, draft_label, turn)
+            yield Decoder(labelled(comparison, f"{variant.label}, {draft_label}", dtype), OURS, draft_label, turn, dtype)
 
 
 def _our_turn(runner: Runner, prompts: Sequence[BenchPrompt], sampling: Sampling) -> list[Answer]:

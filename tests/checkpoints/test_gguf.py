@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.export_helpers import EXPORTS, REDUCED, export_draft, make_draft, save_draft
+from support.fake_llama import llama_cpp
 from support.messages import refused
 from support.models import EAGLE_3_1, text_sizes
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,56 +17,6 @@ from checkpoints.export.formats.gguf import FILE
 from checkpoints.export.importer import check_folder
 from checkpoints.export.target import TargetFacts
 from train.cli import export as command
-
-CONVERTER = """
-import array, json, sys
-from pathlib import Path
-folder, out = Path(sys.argv[1]), Path(sys.argv[sys.argv.index("--outfile") + 1])
-assert (Path(sys.argv[sys.argv.index("--target-model-dir") + 1]) / "config.json").is_file()
-kind = sys.argv[sys.argv.index("--outtype") + 1].upper()
-whole = {"norm.weight": "output_norm.weight", "hidden_norm.weight": "enc.output_norm.weight"}
-names = {"midlayer": "blk.0", "layers.": "blk.", "self_attn.": "attn_", "mlp.": "ffn_", "attn_o_proj": "attn_output"}
-names |= {"_proj": "", "lm_head": "output", "input_layernorm": "attn_norm"}
-names |= {"hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm"}
-names |= {"markov_head.": "", "confidence_head.proj": "conf_proj"}
-written = {}
-content = (folder / "model.safetensors").read_bytes()
-start = 8 + int.from_bytes(content[:8], "little")
-header = json.loads(content[8:start])
-header.pop("__metadata__")
-for name, tensor in header.items():
-    plain = name
-    for old, new in names.items():
-        name = whole.get(plain) or name.replace(old, new)
-    if name != "t2d":
-        shape = tensor["shape"]
-        written[name] = [shape[::-1], "I64" if name == "d2t" else kind if len(shape) > 1 else "F32"]
-        if name == "d2t":
-            first, last = (start + offset for offset in tensor["data_offsets"])
-            ids = [index + offset for index, offset in enumerate(array.array("q", content[first:last]))]
-config = json.loads((folder / "config.json").read_text())
-levels = config.get("eagle_aux_hidden_state_layer_ids") or config.get("aux_hidden_state_layer_ids")
-levels = levels or [layer + 1 for layer in config["dflash_config"]["target_layer_ids"]]
-DAMAGE
-out.write_text(json.dumps([written, ids if "d2t" in written else None, levels]))
-"""
-READER = """
-import json
-from types import SimpleNamespace as Found
-def GGUFReader(file):
-    tensors, ids, levels = json.load(open(file))
-    shapes = {name: Found(name=name, shape=shape, tensor_type=Found(name=kind)) for name, (shape, kind) in tensors.items()}
-    if ids:
-        shapes["d2t"].data = Found(tolist=lambda: ids)
-    return Found(tensors=list(shapes.values()), fields={"eagle3.target_layers": Found(contents=lambda: levels)})
-"""
-
-
-def llama_cpp(folder: Path, damage: str = "") -> str:
-    (folder / "gguf-py" / "gguf").mkdir(parents=True)
-    (folder / "convert_hf_to_gguf.py").write_text(CONVERTER.replace("DAMAGE", damage))
-    (folder / "gguf-py" / "gguf" / "__init__.py").write_text(READER)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")

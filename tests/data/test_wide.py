@@ -1,4 +1,4 @@
-"""Widened pocket targets: the same texts and drafts with more weights, and mistakes."""
+"""Widened targets: the same texts and drafts with more weights, and mistakes."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.messages import check_message, refused
+from support.models import text_sizes
 from support.train_helpers import make_target
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import sage
 from benchmarks import wide
@@ -43,6 +45,15 @@ def test_texts_and_drafts_stay_valid(family: str, tmp_path: Path) -> None:
         tensors[name][:, INNER:] = 1.0
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     assert texts(out, draft) != texts(folder, draft)
+
+
+def test_a_llama_keeps_its_function(tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**text_sizes())).save_pretrained(tmp_path / "llama")
+    size = wide.widen_to(str(tmp_path / "llama"), 1.0, tmp_path / "wide")
+    models = [LlamaForCausalLM.from_pretrained(tmp_path / name) for name in ("llama", "wide")]
+    assert size > 48 and models[1].model.layers[0].mlp.gate_proj.weight.shape[0] == size
+    first, second = (model(torch.arange(9)[None]).logits for model in models)
+    torch.testing.assert_close(first, second)
 
 
 def test_command_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ token ids as under our policy `chain`, up to a tie of the target's two best toke
 Image targets are served with `--mmproj`, with and without a draft. What this llama.cpp cannot serve must stop it with the error
 in `STOPS`; once it does not, the formats can name more targets.
 
-    python tests/engines/check_llama.py --llama SOURCE --server llama-server [--only TARGET ..]
+    python tests/engines/check_llama.py --llama FOLDER [--only TARGET ..]
 """
 
 from __future__ import annotations
@@ -18,37 +18,31 @@ import base64
 import copy
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from engine_checks import DEPTH, MAX_NEW_TOKENS, answers_to, gap_at_difference, questions, train
 from layouts import CONVERTED, FILES, Layout, save_layout
 from PIL import Image
 
 import sage
-from checkpoints.export.exporter import ExportOptions, export
-from checkpoints.export.formats.gguf import FILE, SCRIPT
+from benchmarks.engines.llama import DRAFT_IN_FLOAT32, IN_FLOAT32, MARKER, Llama
 from data_prep.real import build_target as build_published
 from sage.bench.measurement import BenchPrompt
+from sage.io.machine import available_cores
 from sage.io.tables import markdown_table
 from train.serve_check.acceptance import Answers, decode_chain
 from train.serve_check.vllm_process import write_prompts
 
-PORT, WAIT_S = 18471, 120
 TRAIN_PROMPTS, NUM_PROMPTS = 32, 8
 TOLERANCE = 0.02  # of the accepted tokens
 TIE = 1e-3  # difference of the two best logits: which one is chosen depends on the order of sums
-MARKER = "<__media__>"  # of an image in a prompt
 AROUND = ("<|vision_start|><|image_pad|><|vision_end|>", "<image>")  # its placeholders; llama.cpp adds what is around it
 SPECIALS = {  # of the published tokenizer, unused; ids 3 to 6
     **{"repo_name": "<|image_pad|>", "reponame": "<|video_pad|>"},
@@ -81,15 +75,14 @@ HEAD = ("target", "draft", "prompts", "texts equal, gap of others", "drafted", "
 def main() -> int:
     """Builds, trains, exports, serves and compares; returns 0 if all checks pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llama", type=Path, required=True, help="source folder of llama.cpp")
-    parser.add_argument("--server", type=Path, required=True, help="its llama-server")
+    parser.add_argument("--llama", type=Path, required=True, help="folder of `make engines-llama`")
     parser.add_argument("--only", nargs="*", choices=list(TARGETS), default=list(TARGETS), help="only these targets")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for name in args.only:
-            for row in check(Served(name, Path(scratch), args.llama, args.server)):
+            for row in check(Served(name, Path(scratch), Llama(args.llama))):
                 print("FAILED" if row.is_wrong else "passed", *row.cells, sep=" | ", flush=True)
                 rows.append(row)
     print(markdown_table(list(HEAD), [row.cells for row in rows], "<"))
@@ -118,20 +111,18 @@ class Prompts:
 class Served:
     """A random target, converted by llama.cpp, and its prompts."""
 
-    def __init__(self, name: str, scratch: Path, home: Path, server: Path) -> None:
-        self.name, self.folder, self.home, self.server = name, scratch / name, home, server
+    def __init__(self, name: str, scratch: Path, llama: Llama) -> None:
+        self.name, self.folder, self.llama = name, scratch / name, llama
         self.target = save_target(CONVERTED[name], self.folder / "target")
         self.has_grid = "image_grid_thw" in self.target.family.pixel_keys  # images of patches of any number
-        self.options: list[Any] = ["-m", self.converted()]
+        self.options = [*IN_FLOAT32, "--no-warmup", "-m", self.converted()]
         if self.target.family.placeholders:
             self.options += ["--mmproj", self.converted("--mmproj"), *(LIMITS if self.has_grid else ())]
 
-    def converted(self, *options: str) -> Path:
+    def converted(self, *options: str) -> str:
         """Returns the target, or its vision tower, as llama.cpp's converter writes it."""
-        file = self.folder / f"target{''.join(options)}.gguf"
-        command = [sys.executable, self.home / SCRIPT, self.folder / "target", "--outtype", "f32", "--outfile", file, *options]
-        subprocess.run(command, check=True, capture_output=True)
-        return file
+        out = self.folder / f"target{''.join(options)}.gguf"
+        return str(self.llama.converted(self.folder / "target", "f32", out, *options))
 
     def prompts(self, kind: str, change: Callable[[Image.Image], Image.Image] = lambda image: image) -> Prompts:
         """Returns questions, with an image each if `kind` is not `text`, which `change` changes."""
@@ -152,25 +143,21 @@ class Served:
         images = [base64.b64encode(Path(image).read_bytes()).decode() for image in row["images"]]
         return {"prompt_string": text, "multimodal_data": images}
 
-    def answers(self, prompts: Prompts, draft: Sequence[Any] = ()) -> list[dict[str, Any]] | str:
+    def answers(self, prompts: Prompts, draft: Sequence[str] = ()) -> list[dict[str, Any]] | str:
         """Returns llama.cpp's answers; what it says if it stops."""
         log = self.folder / "llama-server.log"
         try:
-            with running([self.server, *self.options, *draft], log):
-                return [answer(prompt) for prompt in prompts.sent]
-        except (OSError, RuntimeError) as error:
+            with self.llama.serving([*self.options, *draft], log, available_cores()[:1]) as server:
+                return [server.ask(prompt, MAX_NEW_TOKENS) for prompt in prompts.sent]
+        except (httpx.HTTPError, ValueError) as error:
             found = log.read_text(errors="replace")
             return next((message for message in set(STOPS.values()) if message in found), f"{error}: {found[-800:]}")
 
-    def exported(self, draft: Any, label: str) -> list[Any]:
+    def exported(self, draft: Any, label: str) -> list[str]:
         """Returns the options that serve a draft."""
         draft.save_pretrained(self.folder / label)
-        out = self.folder / f"{label}_export"
-        given = {"target": str(self.folder / "target"), "dtype": torch.float32, "converter": str(self.home)}
-        options = ExportOptions(**given, overwrite=True, allow_unserved=True)
-        spec_type = export(self.folder / label, out, "gguf", options).format.spec_type  # type: ignore[attr-defined]
-        sizes = "--spec-draft-n-max", str(DEPTH), "--spec-draft-p-min", "0", "-ctkd", "f32", "-ctvd", "f32"
-        return ["-md", out / FILE, "--spec-type", spec_type, *sizes]
+        given = self.folder / "target", self.folder / f"{label}_export", torch.float32, DEPTH
+        return [*self.llama.exported(self.folder / label, *given), *DRAFT_IN_FLOAT32]
 
 
 def check(served: Served) -> Iterator[Row]:
@@ -313,43 +300,6 @@ def padded(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     canvas = Image.new("RGB", size)
     canvas.paste(image.resize((width, height), Image.Resampling.BICUBIC), ((size[0] - width) // 2, (size[1] - height) // 2))
     return canvas
-
-
-@contextmanager
-def running(command: Sequence[Any], log: Path) -> Iterator[None]:
-    """Runs llama-server until the block ends, all in float32: flash attention would read float16."""
-    options = ["--port", str(PORT), "-t", "1", "-np", "1", "-c", "1024", "--no-warmup"]
-    options += ["-fa", "off", "-ctk", "f32", "-ctv", "f32"]
-    with log.open("w") as out:
-        environment = {**os.environ, "LLAMA_MEDIA_MARKER": MARKER}
-        process = subprocess.Popen([*command, *options], stdout=out, stderr=out, env=environment)
-        try:
-            wait_for(process, log)
-            yield
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def wait_for(process: subprocess.Popen[bytes], log: Path) -> None:
-    """Waits until the server answers; RuntimeError with the end of its log if it ends before, or does not start."""
-    begin = time.monotonic()
-    while process.poll() is None and time.monotonic() - begin < WAIT_S:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=1)
-            return
-        except OSError:
-            time.sleep(0.5)
-    raise RuntimeError(f"llama-server does not answer: {log.read_text()[-800:]}")
-
-
-def answer(prompt: Any) -> dict[str, Any]:
-    """Returns the server's greedy answer to a prompt."""
-    body = {"prompt": prompt, "n_predict": MAX_NEW_TOKENS, "temperature": 0, "return_tokens": True, "cache_prompt": False}
-    address, kind = f"http://127.0.0.1:{PORT}/completion", {"Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(address, json.dumps(body).encode(), kind), timeout=WAIT_S) as reply:
-        found: dict[str, Any] = json.load(reply)
-    return found
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""`python -m benchmarks.engines` with a stand-in for vLLM: prompts, turns and figures.
+"""`python -m benchmarks.engines` with stand-ins for vLLM and llama.cpp: prompts, turns and figures.
 
-The real engine runs in `make engines`.
+The real engines run in `make engines` and `make engines-llama`.
 """
 
 import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,18 +17,24 @@ import pytest
 import torch
 import yaml
 from support.chat_server import JsonHandler, listening
+from support.export_helpers import REDUCED, save_draft
+from support.fake_llama import install_llama
 from support.fake_vllm import install_fake_vllm
 from support.messages import refused
+from support.models import text_sizes
 from support.pass_helpers import without_compiler
 from support.train_helpers import make_target
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import sage
 from benchmarks.engines import __main__ as bench
 from benchmarks.engines.comparison import Answer, Decoder, figures, report, take_turns
-from benchmarks.engines.measure import server_decoder
+from benchmarks.engines.llama import Llama
+from benchmarks.engines.measure import Comparison, llama_decoders, server_decoder
 from benchmarks.engines.server import ServerClient
 from benchmarks.serving import beside_vllm
 from benchmarks.serving.beside_vllm import VLLM, Load, ServerSetting
+from checkpoints.export.formats.gguf import FILE
 from data_prep.config import KEY_VARIABLE
 
 PYTHON = Path(sys.executable)
@@ -54,30 +60,65 @@ def test_comparison_runs_both_sides_on_the_same_prompts(target, draft, tmp_path,
     out = tmp_path / "out.json"
     words = ["--draft", f"head={draft}", "--policy", "two=chain:depth=2", "--num-speculative-tokens", "3", "--prompts", "2"]
     sizes = ["--ngram", "--repeats", "2", "--max-new-tokens", "6", "--baselines", "hf_generate", "--threads", "1"]
+    words += ["--dtypes", "fp32,bf16"]
     assert bench.main([*words, *sizes, "--passes", "eager", "--engine-python", str(PYTHON), "--out", str(out)]) == 0
     found = json.loads(out.read_text())
-    ours = ["autoregressive", "hf_generate", "two, head"]
-    assert list(found["decoders"]) == [*ours, "vllm", "vllm enforce_eager", "vllm 3 tokens", "vllm ngram"]
-    assert [found["decoders"][name]["match"] for name in ours] == [2, 2, 2] and found["decoders"]["vllm"]["match"] == 0
-    assert found["decoders"]["vllm 3 tokens"]["tokens_per_s"] == 4.0  # two tokens after the first one, in half a second
-    assert found["decoders"]["vllm 3 tokens"]["tokens_per_target_pass"] == 2.0
-    assert set(found["ratios"]) == {"autoregressive", "same draft", "any draft"}
+    ours, theirs = ["autoregressive", "hf_generate", "two, head"], ["vllm", "vllm 3 tokens", "vllm ngram"]
+    dtypes = ("fp32", "bf16")
+    assert list(found["decoders"]) == [f"{name}, {dtype}" for side in (ours, theirs) for dtype in dtypes for name in side]
+    assert [found["decoders"][f"{name}, fp32"]["match"] for name in ours] == [2, 2, 2]
+    assert found["decoders"]["vllm, fp32"]["match"] == 0 and "tokens_per_target_pass" not in found["decoders"]["vllm, fp32"]
+    drafting = found["decoders"]["vllm 3 tokens, bf16"]
+    assert drafting["tokens_per_s"] == 4.0  # two tokens after the first one, in half a second
+    assert drafting["tokens_per_target_pass"] == 2.0 and drafting["dtype"] == "bf16"
+    pairs = ("autoregressive", "same draft", "any draft")
+    assert list(found["ratios"]) == [f"{pair}, {dtype}" for dtype in dtypes for pair in pairs]
     assert found["engine"]["vllm"] == "0.32.0" and found["passes"] == "eager"
     started = [json.loads(line) for line in log.read_text().splitlines()]
     speculative = [row["llm"].get("speculative_config", {}) for row in started]
-    assert [options.get("num_speculative_tokens") for options in speculative] == [None, None, 3, 4]
-    assert speculative[3]["method"] == "ngram" and "model" not in speculative[3]
+    assert [options.get("num_speculative_tokens") for options in speculative] == [None, 3, 4] * 2
+    assert speculative[2]["method"] == "ngram" and "model" not in speculative[2]
     assert {Path(row["llm"]["model"]).name for row in started} == {found["target"]}
-    assert [row["llm"]["enforce_eager"] for row in started] == [False, True, False, False]
-    assert [(row["threads"], row["cores"]) for row in started] == [("1", sorted(os.sched_getaffinity(0))[:1])] * 4
-    assert "same draft: two, head / vllm" in capsys.readouterr().out
+    assert [row["llm"]["dtype"] for row in started] == ["float32"] * 3 + ["bfloat16"] * 3
+    assert [(row["threads"], row["cores"]) for row in started] == [("1", sorted(os.sched_getaffinity(0))[:1])] * 6
+    assert "same draft, bf16: two, head, bf16 / vllm" in capsys.readouterr().out
+
+
+def test_llama_cpp_with_every_form_of_the_weights(tmp_path: Path) -> None:
+    target = sage.Target(LlamaForCausalLM(LlamaConfig(**text_sizes())))
+    target.model.save_pretrained(tmp_path / "target")
+    draft, prompts = save_draft(tmp_path / "draft", target, vocabulary=REDUCED), tmp_path / "prompts.json"
+    prompts.write_text(json.dumps([{"ids": [5] * 4, "images": []}, {"ids": [5] * 9, "images": []}]))
+    folder, cores = install_llama(tmp_path / "llama"), sorted(os.sched_getaffinity(0))[:1]
+    settings: Any = {"target": str(tmp_path / "target"), "drafts": {"head": draft}, "variants": [], "cores": cores}
+    compared = Comparison(**settings, depths=[3], max_new_tokens=9)
+    with ExitStack() as processes:
+        found = list(llama_decoders(compared, folder, prompts, tmp_path, processes))
+        answers = {decoder.label: decoder.turn() for decoder in found}
+    forms = {"fp32": ("F32", "F32"), "bf16": ("BF16", "BF16"), "q8_0": ("Q8_0", "BF16")}  # of the target, of the draft
+    assert list(answers) == [f"llama.cpp{depth}, {form}" for form in forms for depth in ("", " 3 tokens")]
+    assert [(decoder.draft, decoder.dtype) for decoder in found] == [(name, form) for form in forms for name in ("", "head")]
+    for name, (form, draft_form) in forms.items():
+        plain, drafting = answers[f"llama.cpp, {name}"], answers[f"llama.cpp 3 tokens, {name}"]
+        assert [answer.tokens for answer in plain] == [answer.tokens for answer in drafting] == [[4, 7, 8], [9, 7, 8]]
+        assert plain[0].decode_s == 0.5 and (plain[0].passes, drafting[0].passes) == (None, 1)
+        options = (tmp_path / f"llama_{form.lower()}_3.log").read_text().splitlines()[0].split()
+        assert ("-ctkd" in options) is ("-fa" in options) is (name == "fp32")
+        assert options[options.index("--spec-draft-n-max") + 1] == "3" and options[options.index("-t") + 1] == "1"
+        assert Path(options[options.index("-m") + 1]).suffix == ".gguf"
+        assert f'"{draft_form}"' in (tmp_path / f"gguf_{form.lower()}_3" / FILE).read_text()
+    prompts.write_text(json.dumps([{"ids": [5], "images": ["a.png"]}]))
+    with refused("--llama", "images", "text target"):
+        list(llama_decoders(compared, folder, prompts, tmp_path, ExitStack()))
+    with refused(f"--llama {tmp_path}", "build/bin/llama-server", "make engines-llama"):
+        Llama(tmp_path)
 
 
 def test_ratios_are_taken_within_a_repeat_and_of_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.engines.comparison.SETTLE_S", 0.0)
     order: list[str] = []
 
-    def scripted(label: str, side: str, draft: str, *speeds: float) -> Decoder:
+    def scripted(label: str, side: str, draft: str, *speeds: float, dtype: str = "fp32") -> Decoder:
         """A decoder with given speeds, one per turn after the warm-up; two prompts with three tokens each."""
         left = iter([1.0, *speeds])
 
@@ -86,7 +127,7 @@ def test_ratios_are_taken_within_a_repeat_and_of_the_fastest(monkeypatch: pytest
             seconds = 2 / next(left)
             return [Answer([1, 2, 3], seconds, 2 * seconds, 1)] * 2
 
-        return Decoder(label, side, draft, turn)
+        return Decoder(label, side, draft, turn, dtype)
 
     decoders = [scripted("slow", "ours", "", 10, 20, 40), scripted("tree", "ours", "head", 30, 60, 90)]
     decoders += [scripted("other", "ours", "better", 40, 80, 160), scripted("engine", "vLLM", "", 20, 40, 60)]
@@ -103,6 +144,13 @@ def test_ratios_are_taken_within_a_repeat_and_of_the_fastest(monkeypatch: pytest
     assert found["decoders"]["tree"]["tokens_per_s"] == pytest.approx(60)
     assert found["decoders"]["tree"]["end_to_end_tokens_per_s"] == pytest.approx(45)
     assert "any draft: other / engine 3 = 2.67 (1.33-2.67)" in report(found)
+    decoders = [scripted("ours", "ours", "", 10), scripted("ours, bf16", "ours", "", 30, dtype="bf16")]
+    decoders += [scripted("engine", "llama.cpp", "", 20), scripted("small", "llama.cpp", "", 60, dtype="q8_0")]
+    ratios = figures(take_turns(decoders, 1), "head")["ratios"]
+    assert {name: (ratio["ours"], ratio["ratio"]) for name, ratio in ratios.items()} == {
+        "autoregressive, fp32": ("ours", 0.5),
+        "autoregressive, q8_0": ("ours, bf16", 0.5),
+    }
 
 
 @pytest.mark.parametrize(
@@ -111,6 +159,8 @@ def test_ratios_are_taken_within_a_repeat_and_of_the_fastest(monkeypatch: pytest
         (["--engine-python", "nowhere/bin/python"], ["--engine-python", "nowhere/bin/python", "make engines-env"]),
         (["--draft", "nowhere"], ["--draft", "no such folder"]),
         (["--server", "http://host", "--num-speculative-tokens", "3"], ["--num-speculative-tokens", "--server"]),
+        (["--server", "http://host", "--llama", "folder"], ["--llama", "--server"]),
+        (["--dtypes", "fp32,int8"], ["dtype", "int8"]),
     ],
 )
 def test_bad_options_are_refused(words: list[str], parts: list[str], tmp_path: Path) -> None:

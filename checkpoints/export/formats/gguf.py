@@ -89,8 +89,8 @@ class ConvertedFormat(ExportFormat):
         if not facts.name or not target.is_dir():
             raise ValueError(f"--target {facts.name}: is no folder; {SCRIPT} reads the target's tokenizer: give its folder")
         outputs = ["--outtype", OUTTYPES[dtype], "--outfile", str(folder / FILE)]
-        _run(home, [str(home / SCRIPT), str(folder), "--target-model-dir", str(target), *outputs])
-        found = json.loads(_run(home, ["-c", SUMMARY, str(folder / FILE)]).splitlines()[-1])
+        run_python(home, [str(home / SCRIPT), str(folder), "--target-model-dir", str(target), *outputs])
+        found = json.loads(run_python(home, ["-c", SUMMARY, str(folder / FILE)]).splitlines()[-1])
         if problems := self._differences(folder, facts, dtype, found):
             raise ValueError(f"--converter {converter}: wrote another draft than the export: {'; '.join(problems)}")
 
@@ -173,7 +173,7 @@ def gguf_name(name: str) -> str:
     return NAMES[name] if layer is None else f"blk.{layer[1] or 0}.{LAYER_NAMES[layer[2]]}.weight"
 
 
-def _run(home: Path, arguments: list[str]) -> str:
+def run_python(home: Path, arguments: list[str]) -> str:
     """Runs Python with llama.cpp's package `gguf`; ValueError with the last line of its messages if it fails."""
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(home / PACKAGE), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=variables, check=False)
