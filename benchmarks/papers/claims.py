@@ -18,8 +18,10 @@ def claims(studies: Mapping[str, Figures]) -> str:
     decoders = [
         part for study in studies.values() for measured in study.values() for part in measured.get("decoders", {}).values()
     ]
-    match, total = (sum(part.get(key, 0) for part in decoders) for key in ("match", "total"))
-    same = ("every decoder, ours and vLLM's, emits the target's own text", match == total, f"{match} of {total} texts")
+    exact = [part for part in decoders if part.get("dtype", "fp32") == "fp32"]
+    match, total = (sum(part.get(key, 0) for part in exact) for key in ("match", "total"))
+    claim = "in float32, every decoder, ours and the engines', emits the target's own text"
+    same = (claim, match == total, f"{match} of {total} texts")
     return _claim_table(sorted([*_paper_claims(studies), same], key=lambda claim: claim[1]))
 
 

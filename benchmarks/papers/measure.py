@@ -32,7 +32,9 @@ from sage.bench.summary import summarize
 from sage.commands.cli import versions
 from sage.drafts.draft import open_draft
 from sage.drafts.pruning import KEEP_ALL, Pruning
+from sage.io.dtypes import torch_dtype
 from sage.io.files import read_json, write_json
+from sage.io.machine import available_cores
 from sage.io.progress import progress_callback
 from sage.io.target_paths import find_target
 from sage.planning.tree import Drafted, RoundOutcome
@@ -128,7 +130,7 @@ class Lab:
 
     def path(self, spec: Json) -> str:
         """Returns the folder of a measurement's target, widened if it says so."""
-        path = find_target(self.settings.targets[spec["target"]])
+        path = self.settings.target_folder(spec["target"])
         if "megabytes" not in spec:
             return path
         wide = Path(self.settings.runs_dir) / f"{spec['target']}_{spec['megabytes']}_mb"
@@ -203,10 +205,13 @@ class Lab:
         return PolicyRunner(target, draft, label, policy, pruning=pruning, couple=couple)
 
     def _vllm(self, spec: Json) -> Json:
-        """Times our decoders and vLLM's in turns, with the first draft exported for vLLM (`benchmarks.engines`)."""
+        """Times our decoders and those of engines in turns, with the first draft exported for them (`benchmarks.engines`)."""
         drafts = {label: ensure_trained(self.settings, run) / DRAFT for label, run in spec["drafts"].items()}
         comparison = Comparison(
             python=Path(spec["python"]),
+            llama=Path(spec["llama"]) if "llama" in spec else None,
+            dtypes=[torch_dtype(name) for name in spec.get("dtypes", ["fp32"])],
+            cores=available_cores()[: spec.get("cores")],
             target=self.path(spec),
             drafts=drafts,
             variants=variants(None, spec["policies"]),

@@ -18,9 +18,11 @@ from typing import Any
 
 import yaml
 
+from benchmarks.text_target import build
 from checkpoints.run_folder import METRICS, read_metrics
 from sage.io.files import json_digest, write_text
 from sage.io.manifest import sha256
+from sage.io.target_paths import find_target
 from train.serve_check.vllm_process import tail_of
 
 Json = dict[str, Any]
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 SETTINGS = Path(__file__).with_name("settings.yaml")
 MARKER = "trained"  # written into a run folder when training is complete: the digest of the run
 DRAFT = "draft"
+RANDOM = "random_llama"  # of `targets`: drawn by `benchmarks.text_target`
 
 
 @dataclass(kw_only=True)
@@ -52,6 +55,11 @@ class Settings:
 
     def run_digest(self, run: str) -> str:
         return digest([self.arguments(run), weights_digest(self.targets[self.target_of(run)])])
+
+    def target_folder(self, name: str) -> str:
+        """Returns the folder of a target; draws the random one where it is missing."""
+        path = self.targets[name]
+        return str(build(self.folder(path))) if path == RANDOM else find_target(path)
 
     def folder(self, run: str) -> Path:
         return Path(self.runs_dir) / run
@@ -94,6 +102,7 @@ def ensure_trained(settings: Settings, run: str) -> Path:
     folder, wanted = settings.folder(run), settings.run_digest(run)
     if (folder / MARKER).is_file() and (folder / MARKER).read_text(encoding="utf-8") == wanted:
         return folder
+    settings.target_folder(settings.target_of(run))
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     log = folder.with_name(f"{run}.log")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -23,6 +23,7 @@ VLLM_ROWS = {  # of `ratios`: which pair, whose side
     "**sage-draft** with the same draft": ("same draft", "ours"),
     "**sage-draft** with a `block` draft": ("any draft", "ours"),
 }
+DTYPES = ("fp32", "bf16", "q8_0")
 OURS, THEIRS = "#b23a6b", "#9aa5b1"  # colors
 
 
@@ -130,6 +131,30 @@ def vllm(figures: Figures) -> str:
     for name, side in (("vLLM", "theirs"), ("sage-draft", "ours")):
         rows.append([f"first token, {name}", *chosen("autoregressive", side, "first_token_ms", "{:.0f} ms")])
     return table(["one request, tokens/s", *(f"{size} MB" for size in figures)], rows)
+
+
+def engines(figures: Figures) -> str:
+    """Tokens per second of the fastest decoders by engine and dtype, without a draft and with one, and their ratios."""
+
+    def cells(side: str, dtype: str) -> Iterator[str]:
+        for part in figures.values():
+            found = [row for row in part["decoders"].values() if (row["side"], row["dtype"]) == (side, dtype)]
+            for is_drafting in (False, True):
+                best = max((row for row in found if bool(row["draft"]) is is_drafting), key=lambda row: row["tokens_per_s"])
+                low, high = best["range"]
+                yield f"{best['tokens_per_s']:.0f} ({low:.0f}-{high:.0f})"
+
+    parts = [row for part in figures.values() for row in part["decoders"].values()]
+    rows = []
+    for side, dtype in sorted({(row["side"], row["dtype"]) for row in parts}, key=lambda pair: (DTYPES.index(pair[1]), pair)):
+        same = identical([row for row in parts if (row["side"], row["dtype"]) == (side, dtype)])
+        rows.append([f"{side.replace('ours', '**sage-draft**')}, {dtype}", *cells(side, dtype), same])
+    for dtype in DTYPES:
+        ratios = [part["ratios"][f"{pair}, {dtype}"] for part in figures.values() for pair in ("autoregressive", "same draft")]
+        beside = "sage-draft bf16 / llama.cpp q8_0" if dtype == "q8_0" else f"sage-draft / fastest engine, {dtype}"
+        rows.append([beside, *(with_interval(ratio["ratio"], ratio["range"]) for ratio in ratios), ""])
+    sizes = [TITLES.get(size, f"{size} MB") for size in figures]
+    return table(("tokens/s", *(cell for size in sizes for cell in (size, "draft")), "identical"), rows)
 
 
 def drafts(figures: Figures) -> str:

@@ -11,7 +11,9 @@ import numpy
 import pytest
 import torch
 import yaml
+from support.models import text_sizes
 from support.train_helpers import make_target
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import sage
 from benchmarks.papers import __main__ as command
@@ -143,6 +145,20 @@ def test_each_kind_is_measured_once(tiny_world: Path, monkeypatch: pytest.Monkey
     settings.studies["epochs"]["eagle"]["policy"] = "chain"
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         Lab(settings, folder).measure("epochs")
+
+
+def test_the_random_target_is_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published, settings = tmp_path / "published", load_settings()
+    LlamaConfig(**text_sizes()).save_pretrained(published)
+    (published / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr("benchmarks.text_target.build_target", lambda: published)
+    settings.runs_dir = str(tmp_path / "runs")
+    folder = Path(settings.target_folder("random"))
+    model = LlamaForCausalLM.from_pretrained(folder)
+    assert (folder / "tokenizer.json").is_file() and model.lm_head.weight is not model.model.embed_tokens.weight
+    assert (model.config.hidden_size, model.config.vocab_size) == (256, text_sizes()["vocab_size"])
+    monkeypatch.setattr("benchmarks.text_target.build_target", lambda: pytest.fail("drawn again"))
+    assert settings.target_folder("random") == str(folder)
 
 
 def test_correlation_against_numpy() -> None:
