@@ -265,7 +265,7 @@ TABLES: dict[str, tuple[str, Callable[[Figures], str]]] = {  # by name on the pa
     **{
         make.__name__: (make.__name__, make)
         for make in (
-            *(headline, sizes, vllm, drafts, ablations, confidence, length, temperature, compressor, pruning, epochs),
+            *(headline, sizes, vllm, engines, drafts, ablations, confidence, length, temperature, compressor, pruning, epochs),
             *(quantized, real, real_tokens),
         )
     },
