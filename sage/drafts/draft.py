@@ -20,6 +20,7 @@ from sage.drafts.registry import KINDS, DraftKind, draft_kind, head_kind, import
 from sage.io.manifest import refuse_corrupt_draft
 from sage.io.model_files import read_config
 from sage.runtime.cache import TreeCache
+from sage.runtime.cpu import use_huge_pages
 from sage.runtime.host_tensors import Tokens
 from sage.runtime.packing import Pass, run_passes
 from sage.targets import Features, Prompt, Target, is_target_folder
@@ -208,6 +209,7 @@ def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = Non
         raise ValueError(
             f"draft: {path}: in {draft.dtype}, but it reads the features of a target in {target.dtype}; leave dtype out"
         )
+    use_huge_pages(draft.network)
     return draft
 
 

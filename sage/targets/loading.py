@@ -19,6 +19,7 @@ from sage.io.model_files import in_one_line, load_weights, read_config
 from sage.io.ranges import choose
 from sage.io.target_paths import find_target, path_of_target, refuse_without_config
 from sage.runtime.attention import VARLEN
+from sage.runtime.cpu import use_huge_pages
 from sage.runtime.modes import PassMode, VisionAttention, check_attention, resolve_attention, resolve_pass_mode
 from sage.runtime.prefix_attention import HALF, has_flash_kernel
 from sage.targets.families import FAMILIES, family_of
@@ -81,6 +82,7 @@ def load_target(
     if device_map is not None:
         check_device_map(getattr(model, "hf_device_map", {}))  # a strategy offloads what does not fit
     target = Target(model if placement else model.to(device), processor, adapter=adapted, quantize=quantize)
+    use_huge_pages(model)
     if target.quantization:
         say_what_is_lost(target.name, target.quantization, model)
     target.passes = resolve_pass_mode(pass_mode, target.device.type, is_whole=target.is_plain)

@@ -45,7 +45,7 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("depth", [5, 64, 83])
+@pytest.mark.parametrize("depth", [5, 83, 300, 4101])
 def test_linear_layers_against_float64(dtype: torch.dtype, depth: int) -> None:
     """Every group of rows, remainders of rows, columns and depth, several weights, two threads; NaN and infinity stay."""
     torch.manual_seed(0)

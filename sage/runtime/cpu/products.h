@@ -1,6 +1,6 @@
 // Products of few rows x [M, K] with many rows w [N, K] in place: y[m, n] = sum over k of x[m, k] * w[n, k], sums in float32.
 //
-// One row of x is multiplied along k, with a vector of partial sums per row of w. Of several rows, the lanes of a vector are
+// One row of x is multiplied along k, with vectors of partial sums per row of w. Of several rows, the lanes of a vector are
 // rows of x: G consecutive words of w are loaded into all lanes at once and multiplied with the same words of LANES / G rows of
 // x, which are laid out for that once. So every lane works, and few sums are left to add. A word is one float32 or two
 // bfloat16. A tile of TILE rows of w, which stays in a cache, is multiplied with all rows of x.
@@ -17,9 +17,11 @@
 namespace {
 
 constexpr int TILE = LANES < 8 ? 8 : LANES;  // rows of w
-constexpr int ONE_ROW = 8;                   // rows of w that one row of x is multiplied with
+constexpr int ONE_ROW = 8;                   // rows of w that one row of x is multiplied with side by side
 constexpr int LINE = 16;                     // words of a cache line
 constexpr int64_t AHEAD_BYTES = 8192;        // of w between what is multiplied and what is prefetched
+constexpr int64_t IN_ORDER_AHEAD_BYTES = 2048;
+constexpr int64_t SHORT_ROW_BYTES = 512, LONG_ROW_BYTES = 8192;
 constexpr int64_t MIN_PARALLEL = 1 << 14;    // products; starting threads takes about a microsecond
 
 // Rows of x, and where their results go: y is of type Y, and `width` is the distance of its rows.
@@ -50,42 +52,71 @@ struct Ahead {
     }
 };
 
-// Multiplies one row of x with NB rows of w.
-template <typename T, typename Y, int NB>
-inline void one_row(const Job<T, Y>& job, const T* w, Y* y) {
+// Stores the results of at most four rows of w: the sums of their vectors, and the products of the elements from k on.
+template <typename T, typename Y>
+inline void finish_rows(const Job<T, Y>& job, const T* w, const Vec* sums, int64_t k, int rows, Y* y) {
+    const Sums totals = sums_of(sums[0], sums[1], sums[2], sums[3]);
+#pragma GCC unroll 4
+    for (int n = 0; n < 4 && n < rows; ++n) {
+        float total = totals.values[n];
+        for (int64_t rest = k; rest < job.depth; ++rest) total += to_float(job.x[rest]) * to_float(w[n * job.depth + rest]);
+        store(y + n, total);
+    }
+}
+
+// Multiplies one row of x with ONE_ROW rows of w side by side.
+template <typename T, typename Y>
+inline void side_by_side(const Job<T, Y>& job, const T* w, Y* y) {
     using Step = typename StepOf<T>::Type;
-    const Ahead<T, NB> prefetch(job.depth);
-    Vec sums[NB];
+    const Ahead<T, ONE_ROW> prefetch(job.depth);
+    Vec sums[ONE_ROW];
 #pragma GCC unroll 8
-    for (int n = 0; n < NB; ++n) sums[n] = Vec{};
+    for (int n = 0; n < ONE_ROW; ++n) sums[n] = Vec{};
     int64_t k = 0;
     for (; k + Step::SIZE <= job.depth; k += Step::SIZE) {
         prefetch(w, k);
         const typename Step::Loaded of_x = Step::load(job.x + k);
 #pragma GCC unroll 8
-        for (int n = 0; n < NB; ++n) sums[n] = Step::add(sums[n], of_x, Step::load(w + n * job.depth + k));
+        for (int n = 0; n < ONE_ROW; ++n) sums[n] = Step::add(sums[n], of_x, Step::load(w + n * job.depth + k));
     }
-#pragma GCC unroll 8
-    for (int n = 0; n < NB; n += 4) {
-        const Vec none = {};
-        const Sums totals = sums_of(sums[n], n + 1 < NB ? sums[n + 1] : none, n + 2 < NB ? sums[n + 2] : none,
-                                    n + 3 < NB ? sums[n + 3] : none);
-#pragma GCC unroll 4
-        for (int i = n; i < n + 4 && i < NB; ++i) {
-            float total = totals.values[i - n];
-            for (int64_t rest = k; rest < job.depth; ++rest) total += to_float(job.x[rest]) * to_float(w[i * job.depth + rest]);
-            store(y + i, total);
-        }
-    }
+#pragma GCC unroll 2
+    for (int n = 0; n < ONE_ROW; n += 4) finish_rows(job, w + n * job.depth, sums + n, k, 4, y + n);
 }
 
-// Multiplies the rows of x, one after the other, with rows begin .. end of w.
+// Multiplies one row of x with at most four rows of w, one after the other.
+template <typename T, typename Y>
+inline void in_order(const Job<T, Y>& job, const T* w, int rows, Y* y) {
+    using Step = typename StepOf<T>::Type;
+    constexpr int SUMS = 4, SIZE = Step::SIZE;  // partial sums: a single one would wait for each of its additions
+    Vec totals[4] = {};
+    int64_t k = 0;
+    for (int n = 0; n < rows; ++n) {
+        const T* row = w + n * job.depth;
+        Vec sums[SUMS] = {};
+        const auto add = [&](int i) __attribute__((always_inline)) {
+            __builtin_prefetch((const char*)(row + k) + IN_ORDER_AHEAD_BYTES, 0, 2);
+            sums[i] = Step::add(sums[i], Step::load(job.x + k), Step::load(row + k));
+            k += SIZE;
+        };
+        for (k = 0; k + SUMS * SIZE <= job.depth;)
+#pragma GCC unroll 4
+            for (int i = 0; i < SUMS; ++i) add(i);
+        while (k + SIZE <= job.depth) add(0);
+        totals[n] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    }
+    finish_rows(job, w, totals, k, rows, y);
+}
+
+// Multiplies the rows of x, one after the other, with rows begin .. end of w. From memory, what is read in order is read fastest, if
+// x stays in the first-level cache; short rows, such as keys, are fewer additions side by side.
 template <typename T, typename Y>
 void row_by_row(Job<T, Y> job, const T* w, Y* y, int64_t begin, int64_t end) {
+    const int64_t bytes = job.depth * sizeof(T);
+    const bool is_in_order = bytes > SHORT_ROW_BYTES && bytes <= LONG_ROW_BYTES;
     for (int64_t row = 0; row < job.rows; ++row, job.x += job.depth, y += job.width) {
         int64_t n = begin;
-        for (; n + ONE_ROW <= end; n += ONE_ROW) one_row<T, Y, ONE_ROW>(job, w + n * job.depth, y + n);
-        for (; n < end; ++n) one_row<T, Y, 1>(job, w + n * job.depth, y + n);
+        for (; !is_in_order && n + ONE_ROW <= end; n += ONE_ROW) side_by_side(job, w + n * job.depth, y + n);
+        for (; n < end; n += 4) in_order(job, w + n * job.depth, (int)std::min<int64_t>(4, end - n), y + n);
     }
 }
 
