@@ -47,7 +47,8 @@ def new_export(out: Path, step: int, overwrite: bool = False) -> Iterator[Path]:
             yield part
             write_manifest(part, step)
     except (OSError, SafetensorError) as error:  # safetensors raises the latter for a full disk
-        raise OSError(f"--out {out}: could not be written ({error}); no partial export was left there") from error
+        reason = getattr(error, "strerror", None) or error  # without the name of the temporary folder
+        raise OSError(f"--out {out}: could not be written ({reason}); no partial export was left there") from error
 
 
 def export_info(folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sage.bench import options
 from sage.commands.cli import find_models, load_options, new_parser, run
-from sage.io.files import write_json
+from sage.io.files import naming_write_errors, write_json
 from sage.io.progress import progress_callback
 
 
@@ -76,7 +76,8 @@ def compare(args: argparse.Namespace, command: str) -> None:
     )
     print(format_table(report))
     if args.out is not None:
-        write_json(Path(args.out), report)
+        with naming_write_errors(Path(args.out)):
+            write_json(Path(args.out), report)
         print(f"written: {args.out}")
 
 

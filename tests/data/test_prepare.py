@@ -176,6 +176,7 @@ def test_interrupted_preparation_leaves_no_file(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # pinned to one core, torch warns
 def test_worker_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = make_processor("qwen2_5_vl")
     alone = build_dataset(pocket(tmp_path / "alone"), processor)
