@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from benchmarks.engines.measure import measure as measure_beside_vllm
 from benchmarks.papers.runs import DRAFT, Json, Settings, digest, ensure_trained, training_of, weights_digest
 from benchmarks.wide import widen_to
 from checkpoints.run_folder import METRICS, read_metrics, read_reports
+from data_prep.pocket import world
 from sage.bench.measurement import BenchPrompt, Measurement, measure, read_jsonl
 from sage.bench.options import variants
 from sage.bench.report import machine
@@ -148,8 +149,9 @@ class Lab:
     def prompts(self, spec: Json, split: str = "test", count: int = 0) -> list[BenchPrompt]:
         """Returns `count` questions of each task family or source, by default as many as the measurement says."""
         count, prepare = count or spec["prompts"], self.target(spec).prepare
+        before = [world.sample(split, -1 - i).messages for i in range(spec.get("after", 0))]  # whole conversations
         talks = [question(split, i, family) for i in range(count) for family in spec["families"]]
-        rows = [(talk.family, talk.id, talk.messages) for talk in talks]
+        rows = [(talk.family, talk.id, [*chain.from_iterable(before), *talk.messages]) for talk in talks]
         if "prompts_file" in spec:  # beside the target; an id is a source and a number
             by_source: dict[str, list[tuple[str, str, Any]]] = defaultdict(list)
             path = Path(find_target(self.settings.targets[spec["target"]])).with_name(spec["prompts_file"])
@@ -177,7 +179,7 @@ class Lab:
         found = measure([*runners, *baselines], self.prompts(spec), sampling, spec["repeats"], 1, progress, batch_size=together)
         summary = summarize(found, target, [runner.name for runner in runners])
         decoders = {
-            label: {name: part[name] for name in COUNTS + SPEEDS if name in part}
+            label: {name: part[name] for name in (*COUNTS, *SPEEDS, *spec.get("figures", ())) if name in part}
             for label, part in (summary["baselines"] | summary["policies"]).items()
         }
         for label, part in summary["by_family"].get("caption", {}).items():

@@ -169,6 +169,23 @@ def drafts(figures: Figures) -> str:
     return table(("target", "draft", "training", "chain of 5", "`cost_aware`", "speedup (95%)"), rows)
 
 
+def eagle31(figures: Figures) -> str:
+    """EAGLE-3 and EAGLE-3.1: tokens per pass, and which share of the drafted tokens of level 7 is accepted after six others."""
+
+    def last_level(part: Json) -> str:
+        level = part["acceptance_by_depth"][-1]
+        return f"{level['kept'] / level['tried']:.0%} of {level['tried']}"
+
+    rows = []
+    for name, part in figures.items():
+        target = name.partition(",")[0]
+        drafting = [part["decoders"][label] for label in ("EAGLE-3", "EAGLE-3.1")]
+        context = f"{drafting[0]['draft_context']:.0f}"
+        rows.append([TITLES[target], context, *map(per_pass, drafting), *map(last_level, drafting)])
+    head = ("tokens/pass", "level 7")
+    return table(("target", "prompt", *(f"{label}: {column}" for column in head for label in ("EAGLE-3", "EAGLE-3.1"))), rows)
+
+
 def ablations(figures: Figures) -> str:
     return of_variants("`sage` with", figures["qwen"]["decoders"], ("tokens/pass", "nodes/round", "speedup (95%)"))
 
@@ -265,7 +282,7 @@ TABLES: dict[str, tuple[str, Callable[[Figures], str]]] = {  # by name on the pa
     **{
         make.__name__: (make.__name__, make)
         for make in (
-            *(headline, sizes, vllm, engines, drafts, ablations, confidence, length, temperature, compressor, pruning, epochs),
+            *(headline, sizes, vllm, engines, drafts, eagle31, ablations, confidence, length, temperature, compressor, pruning, epochs),
             *(quantized, real, real_tokens),
         )
     },
