@@ -26,7 +26,7 @@ from sage.costs.measure import draft_level, empty_cache, verify_pass
 from sage.drafts.draft import new_session
 from sage.io.dtypes import torch_dtype
 from sage.io.machine import free_bytes
-from sage.runtime.cpu import kernels
+from sage.runtime.cpu import huge_pages, kernels
 from sage.runtime.executors import describe_passes
 from sage.runtime.modes import PassMode
 from sage.runtime.package_folder import PACKAGE_SUFFIX, passes_folder
@@ -196,6 +196,7 @@ def main() -> int:
     parser.add_argument("--out", metavar="FILE", help="also write the table as JSON")
     text = "linear layers and attention of compiled passes with torch's kernels only"
     parser.add_argument("--torch-kernels", action="store_true", help=text)
+    parser.add_argument("--small-pages", action="store_true", help="weights in pages of 4 KiB, as they are allocated")
     cli.add_dtype_option(parser, "fp32", "dtype of target and draft (default %(default)s)")
     cli.add_device_option(parser, "auto")
     args = parser.parse_args()
@@ -203,6 +204,8 @@ def main() -> int:
         raise ValueError("--context, --repeats: give at least 1")
     if args.torch_kernels:
         kernels.MIN_BYTES = sys.maxsize
+    if args.small_pages:
+        huge_pages.MIN_BYTES = sys.maxsize
     nodes, widths = counts(args.nodes), counts(args.widths)
     if args.shape:
         target, draft = _random(args)

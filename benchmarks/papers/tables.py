@@ -141,8 +141,7 @@ def engines(figures: Figures) -> str:
             found = [row for row in part["decoders"].values() if (row["side"], row["dtype"]) == (side, dtype)]
             for is_drafting in (False, True):
                 best = max((row for row in found if bool(row["draft"]) is is_drafting), key=lambda row: row["tokens_per_s"])
-                low, high = best["range"]
-                yield f"{best['tokens_per_s']:.0f} ({low:.0f}-{high:.0f})"
+                yield f"{best['tokens_per_s']:.0f}"
 
     parts = [row for part in figures.values() for row in part["decoders"].values()]
     rows = []
@@ -282,8 +281,8 @@ TABLES: dict[str, tuple[str, Callable[[Figures], str]]] = {  # by name on the pa
     **{
         make.__name__: (make.__name__, make)
         for make in (
-            *(headline, sizes, vllm, engines, drafts, eagle31, ablations, confidence, length, temperature, compressor, pruning, epochs),
-            *(quantized, real, real_tokens),
+            *(headline, sizes, vllm, engines, drafts, eagle31, ablations, confidence, length, temperature, compressor, pruning),
+            *(epochs, quantized, real, real_tokens),
         )
     },
 }
