@@ -209,7 +209,8 @@ def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = Non
         raise ValueError(
             f"draft: {path}: in {draft.dtype}, but it reads the features of a target in {target.dtype}; leave dtype out"
         )
-    use_huge_pages(draft.network)
+    if draft.reads_features:  # a smaller target is there since `load_target`
+        use_huge_pages(draft.network)
     return draft
 
 
