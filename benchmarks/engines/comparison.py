@@ -105,7 +105,7 @@ def figures(found: Sequence[Turns], same_draft: str) -> dict[str, Any]:
     for turns in found:
         if turns.decoder.side == OURS:
             own.setdefault(turns.decoder.dtype, [answer.tokens for answer in turns.answers])
-    first, *_, last = (next(iter(own)), *own)
+    first, last = next(iter(own)), next(reversed(own))
     dtypes = list(dict.fromkeys(turns.decoder.dtype for turns in found if turns.decoder.side != OURS))
     ratios = {}
     for dtype in dtypes:

@@ -24,6 +24,7 @@ FORMS = {  # of the target's weights: as the converter names it, dtype of the dr
 }
 IN_FLOAT32 = ("-fa", "off", "-ctk", "f32", "-ctv", "f32")  # flash attention and the cache would round to float16
 DRAFT_IN_FLOAT32 = ("-ctkd", "f32", "-ctvd", "f32")
+DRAFTED = "--spec-draft-n-max"  # tokens per round
 CONTEXT, ANSWER_S = 2048, 600.0
 MARKER = "<__media__>"  # of an image in a prompt
 
@@ -52,12 +53,12 @@ class Llama:
         run_python(self.home, [str(self.home / SCRIPT), str(model), "--outtype", form, "--outfile", str(out), *options])
         return out
 
-    def exported(self, draft: Path, target: Path, out: Path, dtype: torch.dtype, depth: int) -> list[str]:
-        """Exports a draft; returns the options that serve it with `depth` drafted tokens per round."""
+    def exported(self, draft: Path, target: Path, out: Path, dtype: torch.dtype) -> list[str]:
+        """Exports a draft; returns the options that serve it, without `DRAFTED` and the drafted tokens per round."""
         given = {"target": str(target), "dtype": dtype, "converter": str(self.home)}
         options = ExportOptions(**given, overwrite=True, allow_unserved=True)
         spec_type = export(draft, out, "gguf", options).format.spec_type  # type: ignore[attr-defined]
-        return ["-md", str(out / FILE), "--spec-type", spec_type, "--spec-draft-n-max", str(depth), "--spec-draft-p-min", "0"]
+        return ["-md", str(out / FILE), "--spec-type", spec_type, "--spec-draft-p-min", "0"]
 
     @contextmanager
     def serving(self, options: Sequence[str], log: Path, cores: Sequence[int]) -> Iterator[LlamaServer]:

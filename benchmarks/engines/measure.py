@@ -19,7 +19,7 @@ import torch
 
 import sage
 from benchmarks.engines.comparison import LLAMA, OURS, VLLM, Answer, Decoder, figures, take_turns
-from benchmarks.engines.llama import DRAFT_IN_FLOAT32, FORMS, IN_FLOAT32, Llama, LlamaServer
+from benchmarks.engines.llama import DRAFT_IN_FLOAT32, DRAFTED, FORMS, IN_FLOAT32, Llama, LlamaServer
 from benchmarks.engines.server import SERVER, Refused, ServerClient, ServerDecoder, served_model
 from checkpoints.export.exporter import ExportOptions, export
 from checkpoints.export.formats import find_format
@@ -205,15 +205,14 @@ def llama_decoders(
     for name, (form, dtype) in FORMS.items():
         logger.info("loading llama.cpp, %s", name)
         model = llama.converted(Path(comparison.target), form, scratch / f"target-{form}.gguf")
-        is_float32 = dtype == torch.float32
+        options, drafting = ["-m", str(model)], llama.exported(draft, Path(comparison.target), scratch / f"gguf_{form}", dtype)
+        if dtype == torch.float32:
+            options += IN_FLOAT32
+            drafting += DRAFT_IN_FLOAT32
         for depth in (0, *comparison.depths):
-            options = ["-m", str(model), *(IN_FLOAT32 if is_float32 else ())]
-            if depth:
-                out = scratch / f"gguf_{form}_{depth}"
-                options += llama.exported(draft, Path(comparison.target), out, dtype, depth)
-                options += DRAFT_IN_FLOAT32 if is_float32 else ()
             log = scratch / f"llama_{form}_{depth}.log"
-            server = processes.enter_context(llama.serving(options, log, comparison.cores))
+            words = [*options, *drafting, DRAFTED, str(depth)] if depth else options
+            server = processes.enter_context(llama.serving(words, log, comparison.cores))
 
             def turn(server: LlamaServer = server) -> list[Answer]:
                 return [server.answer(row["ids"], comparison.max_new_tokens) for row in rows]

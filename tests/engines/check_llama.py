@@ -32,7 +32,7 @@ from layouts import CONVERTED, FILES, Layout, save_layout
 from PIL import Image
 
 import sage
-from benchmarks.engines.llama import DRAFT_IN_FLOAT32, IN_FLOAT32, MARKER, Llama
+from benchmarks.engines.llama import DRAFT_IN_FLOAT32, DRAFTED, IN_FLOAT32, MARKER, Llama
 from data_prep.real import build_target as build_published
 from sage.bench.measurement import BenchPrompt
 from sage.io.machine import available_cores
@@ -156,8 +156,8 @@ class Served:
     def exported(self, draft: Any, label: str) -> list[str]:
         """Returns the options that serve a draft."""
         draft.save_pretrained(self.folder / label)
-        given = self.folder / "target", self.folder / f"{label}_export", torch.float32, DEPTH
-        return [*self.llama.exported(self.folder / label, *given), *DRAFT_IN_FLOAT32]
+        given = self.folder / "target", self.folder / f"{label}_export", torch.float32
+        return [*self.llama.exported(self.folder / label, *given), *DRAFT_IN_FLOAT32, DRAFTED, str(DEPTH)]
 
 
 def check(served: Served) -> Iterator[Row]:

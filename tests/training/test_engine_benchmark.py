@@ -106,7 +106,7 @@ def test_llama_cpp_with_every_form_of_the_weights(tmp_path: Path) -> None:
         assert ("-ctkd" in options) is ("-fa" in options) is (name == "fp32")
         assert options[options.index("--spec-draft-n-max") + 1] == "3" and options[options.index("-t") + 1] == "1"
         assert Path(options[options.index("-m") + 1]).suffix == ".gguf"
-        assert f'"{draft_form}"' in (tmp_path / f"gguf_{form.lower()}_3" / FILE).read_text()
+        assert f'"{draft_form}"' in (tmp_path / f"gguf_{form.lower()}" / FILE).read_text()
     prompts.write_text(json.dumps([{"ids": [5], "images": ["a.png"]}]))
     with refused("--llama", "images", "text target"):
         list(llama_decoders(compared, folder, prompts, tmp_path, ExitStack()))
