@@ -22,7 +22,8 @@ template <typename T>
 void multiply(const Job<T>& job, int64_t num_weights, const void* const* weights, const int64_t* sizes, int threads) {
     thread_local Scratch scratch;
     const int64_t lines = lines_of<T>(job.depth), unit = job.rows == 1 ? ONE_ROW : TILE;
-    const size_t bytes = job.rows > 1 ? vectors_of(job) * sizeof(Vec) : 0;
+    const bool is_in_pairs = fit_pairs(job), is_laid_out = job.rows > 1 && !is_in_pairs;
+    const size_t bytes = is_laid_out ? vectors_of(job) * sizeof(Vec) : 0;
     Vec* shared = bytes > OWN_BYTES ? scratch.of(bytes) : nullptr;
     const int64_t units = (job.width + unit - 1) / unit;
     const int wanted = job.rows * job.width * job.depth < MIN_PARALLEL ? 1 : threads;
@@ -30,7 +31,7 @@ void multiply(const Job<T>& job, int64_t num_weights, const void* const* weights
     {
         const int64_t parts = omp_get_num_threads(), part = omp_get_thread_num();
         Vec* x = shared ? shared : scratch.of(bytes);
-        if (job.rows > 1)
+        if (is_laid_out)
             for_groups(job, lines, x, [&](auto& kind, int64_t row, int64_t count, Vec* of_x) {
                 const int64_t first = shared ? lines * part / parts : 0, last = shared ? lines * (part + 1) / parts : lines;
                 kind.lay_out(job, row, count, of_x, first, last);
@@ -47,6 +48,8 @@ void multiply(const Job<T>& job, int64_t num_weights, const void* const* weights
             if (first >= last) continue;
             if (job.rows == 1 || sizes[place] < TILE)
                 row_by_row(job, w, job.y + start, first, last);
+            else if (is_in_pairs)
+                in_pairs(job, w, job.y + start, first, last);
             else
                 tiles(job, lines, x, w, job.y + start, sizes[place], first, last);
         }

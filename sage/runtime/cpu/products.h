@@ -1,9 +1,10 @@
 // Products of few rows x [M, K] with many rows w [N, K] in place: y[m, n] = sum over k of x[m, k] * w[n, k], sums in float32.
 //
-// One row of x is multiplied along k, with vectors of partial sums per row of w. Of several rows, the lanes of a vector are
-// rows of x: G consecutive words of w are loaded into all lanes at once and multiplied with the same words of LANES / G rows of
-// x, which are laid out for that once. So every lane works, and few sums are left to add. A word is one float32 or two
-// bfloat16. A tile of TILE rows of w, which stays in a cache, is multiplied with all rows of x.
+// One row of x is multiplied along k, with vectors of partial sums per row of w; a few short rows too, with two rows of w at a
+// time. Of more rows, the lanes of a vector are rows of x: G consecutive words of w are loaded into all lanes at once and
+// multiplied with the same words of LANES / G rows of x, which are laid out for that once. So every lane works, and few sums are
+// left to add. A word is one float32 or two bfloat16. A tile of TILE rows of w, which stays in a cache, is multiplied with all
+// rows of x.
 
 #pragma once
 
@@ -22,6 +23,9 @@ constexpr int LINE = 16;                     // words of a cache line
 constexpr int64_t AHEAD_BYTES = 8192;        // of w between what is multiplied and what is prefetched
 constexpr int64_t IN_ORDER_AHEAD_BYTES = 2048;
 constexpr int64_t SHORT_ROW_BYTES = 512, LONG_ROW_BYTES = 8192;
+constexpr int MOST_IN_PAIRS = 6;             // rows of x, whose sums with two rows of w are kept in registers
+constexpr int64_t MOST_BYTES_IN_PAIRS = 24576;  // of these rows, which stay in the first-level cache
+constexpr int64_t PAIR_AHEAD_BYTES = 4096;   // and four rows of w
 constexpr int64_t MIN_PARALLEL = 1 << 14;    // products; starting threads takes about a microsecond
 
 // Rows of x, and where their results go: y is of type Y, and `width` is the distance of its rows.
@@ -52,16 +56,20 @@ struct Ahead {
     }
 };
 
+// Adds the products of the elements from k on, which fill no vector.
+template <typename T>
+inline float add_rest(float total, const T* x, const T* w, int64_t k, int64_t depth) {
+    for (; k < depth; ++k) total += to_float(x[k]) * to_float(w[k]);
+    return total;
+}
+
 // Stores the results of at most four rows of w: the sums of their vectors, and the products of the elements from k on.
 template <typename T, typename Y>
 inline void finish_rows(const Job<T, Y>& job, const T* w, const Vec* sums, int64_t k, int rows, Y* y) {
     const Sums totals = sums_of(sums[0], sums[1], sums[2], sums[3]);
 #pragma GCC unroll 4
-    for (int n = 0; n < 4 && n < rows; ++n) {
-        float total = totals.values[n];
-        for (int64_t rest = k; rest < job.depth; ++rest) total += to_float(job.x[rest]) * to_float(w[n * job.depth + rest]);
-        store(y + n, total);
-    }
+    for (int n = 0; n < 4 && n < rows; ++n)
+        store(y + n, add_rest(totals.values[n], job.x, w + n * job.depth, k, job.depth));
 }
 
 // Multiplies one row of x with ONE_ROW rows of w side by side.
@@ -118,6 +126,60 @@ void row_by_row(Job<T, Y> job, const T* w, Y* y, int64_t begin, int64_t end) {
         for (; !is_in_order && n + ONE_ROW <= end; n += ONE_ROW) side_by_side(job, w + n * job.depth, y + n);
         for (; n < end; n += 4) in_order(job, w + n * job.depth, (int)std::min<int64_t>(4, end - n), y + n);
     }
+}
+
+// Multiplies M rows of x with a pair of rows of w, read in order.
+template <typename T, typename Y, int M>
+void with_pair(const Job<T, Y>& job, const T* w, Y* y) {
+    using Step = typename StepOf<T>::Type;
+    const int64_t depth = job.depth;
+    constexpr int COUNT = (2 * M + 3) / 4 * 4;
+    const char* ahead = (const char*)(w + 4 * depth) + PAIR_AHEAD_BYTES;
+    Vec sums[COUNT];  // of rows m and n: 2 * m + n
+#pragma GCC unroll 12
+    for (int i = 0; i < COUNT; ++i) sums[i] = Vec{};
+    int64_t k = 0;
+    for (; k + Step::SIZE <= depth; k += Step::SIZE) {
+        typename Step::Loaded of_w[2];
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; ++n, ahead += Step::SIZE * sizeof(T)) {
+            __builtin_prefetch(ahead, 0, 2);
+            of_w[n] = Step::load(w + n * depth + k);
+        }
+#pragma GCC unroll 6
+        for (int m = 0; m < M; ++m) {
+            typename Step::Loaded of_x = Step::load(job.x + m * depth + k);
+            keep_in_register(of_x);
+#pragma GCC unroll 2
+            for (int n = 0; n < 2; ++n) sums[2 * m + n] = Step::add(sums[2 * m + n], of_x, of_w[n]);
+        }
+    }
+#pragma GCC unroll 3
+    for (int i = 0; i < COUNT; i += 4) {
+        const Sums totals = sums_of(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+#pragma GCC unroll 4
+        for (int place = i; place < i + 4 && place < 2 * M; ++place) {
+            const int m = place / 2, n = place % 2;
+            store(y + m * job.width + n, add_rest(totals.values[place - i], job.x + m * depth, w + n * depth, k, depth));
+        }
+    }
+}
+
+// Whether rows of x are multiplied with pairs of rows of w: that takes fewer operations than tiles for most of these numbers of
+// rows, and reads w in order. Not where bfloat16 has to be converted for every product.
+template <typename T, typename Y>
+bool fit_pairs(const Job<T, Y>& job) {
+    return StepOf<T>::Type::SIZE * sizeof(T) == VECTOR_BYTES && job.rows > 1 && job.rows <= MOST_IN_PAIRS &&
+           job.rows * job.depth * sizeof(T) <= MOST_BYTES_IN_PAIRS;
+}
+
+// Multiplies the rows of x with rows begin .. end of w, two at a time.
+template <typename T, typename Y>
+void in_pairs(const Job<T, Y>& job, const T* w, Y* y, int64_t begin, int64_t end) {
+    static constexpr decltype(&with_pair<T, Y, 2>) KINDS[] = {with_pair<T, Y, 2>, with_pair<T, Y, 3>, with_pair<T, Y, 4>,
+                                                              with_pair<T, Y, 5>, with_pair<T, Y, 6>};
+    for (; begin + 2 <= end; begin += 2) KINDS[job.rows - 2](job, w + begin * job.depth, y + begin);
+    row_by_row(job, w, y, begin, end);
 }
 
 // Rows of x whose words fill VX vectors, G words of each row: how they are laid out and multiplied.

@@ -75,6 +75,14 @@ inline Sums sums_of(Vec a, Vec b, Vec c, Vec d) {
 }
 #endif
 
+// Makes the compiler load a value once, instead of anew for each of its uses.
+template <typename V>
+inline void keep_in_register(V& value) {
+#if defined(__AVX__)
+    asm("" : "+v"(value));
+#endif
+}
+
 // A step along k: what is loaded at once, and its product added to partial sums.
 struct FloatStep {
     typedef Vec Loaded;
