@@ -34,10 +34,10 @@ def loader_workers(given: int | None, ranks: int) -> int:
 def worker_context() -> Any:
     """Returns a `forkserver` context that preloads torch: workers inherit neither threads nor CUDA from this process.
 
-    `sage.training` comes first, so that a user's own `data_prep.py` is not imported in place of this package.
+    `sage.training` comes before `data_prep`, so that a user's own `data_prep.py` is not imported in place of this package.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["sage.training", "data_prep.chat"])
+    context.set_forkserver_preload(["sage.commands.quiet", "sage.training", "data_prep.chat"])
     return context
 
 

@@ -1,5 +1,7 @@
 """Micro-batches of every step: independent of ranks, micro-batch size and restarts, and built ahead of the trainer."""
 
+import logging
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,7 +24,7 @@ from support.messages import check_message, refused
 from data_prep.conversation import BadItem
 from data_prep.dataset.order import MixedOrder, divide_step, group_by_length, next_source
 from data_prep.loader import StepLoader
-from data_prep.workers import loader_workers
+from data_prep.workers import loader_workers, worker_context
 
 
 @settings(max_examples=25, deadline=None)
@@ -230,6 +233,18 @@ def test_weights_are_shares_of_every_epoch() -> None:
     for expected in (0, 1, 0, 0, 1, 0):  # of a stream
         assert next_source([2.0, 1.0], taken) == expected
         taken[expected] += 1
+
+
+@pytest.mark.slow
+def test_worker_processes_warn_as_commands_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers imports torchao, which warns of every kernel that the machine lacks."""
+    preload = Mock()
+    monkeypatch.setattr(multiprocessing, "get_context", preload)
+    worker_context()
+    modules = preload().set_forkserver_preload.call_args.args[0]
+    check = f"import logging, {', '.join(modules)}; print(logging.getLogger('torchao').level)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"{logging.ERROR}\n", "")
 
 
 WORKERS = """
