@@ -124,7 +124,7 @@ def prefill(request: Request) -> Round:
     features = read_prompt(target, suffix, request.cache, request.levels, needs_attention)
     request.features.append(features)
     _note_prompt(request)
-    logits = target.logits(features.last[:, -1])
+    logits = target.prompt_logits(features.last[:, -1])
     first = request.verifier.sampler.first(logits)
     request.root = int(first)
     request.verifier.sampler.refuse_nan([request.root])
@@ -166,7 +166,7 @@ def _note_prompt(request: Request) -> None:
         read, end = request.features[-1].last[0], request.cache.length + 1
         after = request.prompt.input_ids[0, end - len(read) : end].tolist()
         for start in range(0, len(after), NUM_LOGITS):
-            logits, tokens = request.target.logits(read[start : start + NUM_LOGITS]), after[start : start + NUM_LOGITS]
+            logits, tokens = request.target.prompt_logits(read[start : start + NUM_LOGITS]), after[start : start + NUM_LOGITS]
             request.prompt_logprobs += log_probabilities(logits, range(len(tokens)), tokens, request.num_logprobs)
 
 

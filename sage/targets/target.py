@@ -249,6 +249,11 @@ class Target:
         logits: Tensor = self.lm_head(hidden)
         return soft_cap(logits, self.logit_cap)
 
+    def prompt_logits(self, hidden: Tensor) -> Tensor:
+        """Returns `logits` of some tokens of a prompt, which no pass computes."""
+        with fast_prompts(self.lm_head, self.passes is PassMode.compiled):
+            return self.logits(hidden)
+
     def run(
         self,
         embeds: Tensor,

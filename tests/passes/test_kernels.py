@@ -51,7 +51,7 @@ def test_linear_layers_against_float64(dtype: torch.dtype, depth: int) -> None:
     torch.manual_seed(0)
     weights = [torch.randn(size, depth).to(dtype) for size in (50, 1, 29)]
     joined = torch.cat(weights).double()
-    for rows in (*range(1, 10), 16, 17, 30, 40, 70):
+    for rows in (*range(1, 10), 16, 17, 30, 42, 70):
         x = torch.randn(2, rows, depth)[:1].to(dtype)
         expected, scale = x.double() @ joined.T, x.double().abs() @ joined.abs().T
         for threads in (1, 2):
