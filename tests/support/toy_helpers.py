@@ -257,6 +257,8 @@ class TableTarget:
         self.evaluated = [self.contexts[int(index)] for index in features[:, 0]]
         return torch.stack([target_probs(context) for context in self.evaluated]).log()
 
+    prompt_logits = logits
+
 
 class FixedDraws(TargetSampler):
     """A sampler with draws fixed by context, UNDECIDED for others; `probs` collects the probabilities of all contexts."""

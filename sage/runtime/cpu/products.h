@@ -128,21 +128,21 @@ void row_by_row(Job<T, Y> job, const T* w, Y* y, int64_t begin, int64_t end) {
     }
 }
 
-// Multiplies M rows of x with a pair of rows of w, read in order.
-template <typename T, typename Y, int M>
-void with_pair(const Job<T, Y>& job, const T* w, Y* y) {
+// Multiplies M rows of x with NB rows of w, read in order.
+template <typename T, typename Y, int M, int NB>
+void few_by_few(const Job<T, Y>& job, const T* w, Y* y) {
     using Step = typename StepOf<T>::Type;
     const int64_t depth = job.depth;
-    constexpr int COUNT = (2 * M + 3) / 4 * 4;
+    constexpr int COUNT = (M * NB + 3) / 4 * 4;
     const char* ahead = (const char*)(w + 4 * depth) + PAIR_AHEAD_BYTES;
-    Vec sums[COUNT];  // of rows m and n: 2 * m + n
+    Vec sums[COUNT];  // of rows m and n: m * NB + n
 #pragma GCC unroll 12
     for (int i = 0; i < COUNT; ++i) sums[i] = Vec{};
     int64_t k = 0;
     for (; k + Step::SIZE <= depth; k += Step::SIZE) {
-        typename Step::Loaded of_w[2];
+        typename Step::Loaded of_w[NB];
 #pragma GCC unroll 2
-        for (int n = 0; n < 2; ++n, ahead += Step::SIZE * sizeof(T)) {
+        for (int n = 0; n < NB; ++n, ahead += Step::SIZE * sizeof(T)) {
             __builtin_prefetch(ahead, 0, 2);
             of_w[n] = Step::load(w + n * depth + k);
         }
@@ -151,15 +151,15 @@ void with_pair(const Job<T, Y>& job, const T* w, Y* y) {
             typename Step::Loaded of_x = Step::load(job.x + m * depth + k);
             keep_in_register(of_x);
 #pragma GCC unroll 2
-            for (int n = 0; n < 2; ++n) sums[2 * m + n] = Step::add(sums[2 * m + n], of_x, of_w[n]);
+            for (int n = 0; n < NB; ++n) sums[m * NB + n] = Step::add(sums[m * NB + n], of_x, of_w[n]);
         }
     }
 #pragma GCC unroll 3
     for (int i = 0; i < COUNT; i += 4) {
         const Sums totals = sums_of(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
 #pragma GCC unroll 4
-        for (int place = i; place < i + 4 && place < 2 * M; ++place) {
-            const int m = place / 2, n = place % 2;
+        for (int place = i; place < i + 4 && place < M * NB; ++place) {
+            const int m = place / NB, n = place % NB;
             store(y + m * job.width + n, add_rest(totals.values[place - i], job.x + m * depth, w + n * depth, k, depth));
         }
     }
@@ -173,12 +173,14 @@ bool fit_pairs(const Job<T, Y>& job) {
            job.rows * job.depth * sizeof(T) <= MOST_BYTES_IN_PAIRS;
 }
 
-// Multiplies the rows of x with rows begin .. end of w, two at a time.
+// Multiplies the rows of x with rows begin .. end of w, two at a time; two rows of x with one, which is read faster.
 template <typename T, typename Y>
 void in_pairs(const Job<T, Y>& job, const T* w, Y* y, int64_t begin, int64_t end) {
-    static constexpr decltype(&with_pair<T, Y, 2>) KINDS[] = {with_pair<T, Y, 2>, with_pair<T, Y, 3>, with_pair<T, Y, 4>,
-                                                              with_pair<T, Y, 5>, with_pair<T, Y, 6>};
-    for (; begin + 2 <= end; begin += 2) KINDS[job.rows - 2](job, w + begin * job.depth, y + begin);
+    static constexpr decltype(&few_by_few<T, Y, 2, 1>) KINDS[] = {few_by_few<T, Y, 2, 1>, few_by_few<T, Y, 3, 2>,
+                                                                  few_by_few<T, Y, 4, 2>, few_by_few<T, Y, 5, 2>,
+                                                                  few_by_few<T, Y, 6, 2>};
+    const int64_t step = job.rows == 2 ? 1 : 2;
+    for (; begin + step <= end; begin += step) KINDS[job.rows - 2](job, w + begin * job.depth, y + begin);
     row_by_row(job, w, y, begin, end);
 }
 
