@@ -214,6 +214,7 @@ class Lab:
             llama=Path(spec["llama"]) if "llama" in spec else None,
             dtypes=[torch_dtype(name) for name in spec.get("dtypes", ["fp32"])],
             cores=available_cores()[: spec.get("cores")],
+            ngram=spec.get("ngram", False),
             target=self.path(spec),
             drafts=drafts,
             variants=variants(None, spec["policies"]),
