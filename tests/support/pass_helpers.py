@@ -21,9 +21,12 @@ from sage.targets import Features
 from sage.targets.tree_passes import TreePasses
 
 
-def slow_except(quick: Sequence[str], names: Sequence[str]) -> list[Any]:
+def slow_except(quick: Sequence[Any], names: Sequence[Any]) -> list[Any]:
     """Parameters for `pytest.mark.parametrize`, of which those not in `quick` are marked slow."""
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [
+        name if name in quick else pytest.param(*(name if isinstance(name, tuple) else (name,)), marks=pytest.mark.slow)
+        for name in names
+    ]
 
 
 def head(target: sage.Target, *args: Any, **options: Any) -> Any:

@@ -11,6 +11,7 @@ from support.family_passes import Exported, paths, tree
 from support.family_suite import END, EXACT, IMAGE, VIDEO, FamilySuite, text
 from support.messages import refused
 from support.models import greedy_text, token_fields
+from support.pass_helpers import slow_except
 from support.processors import byte_tokenizer_of
 from transformers import Gemma4Config, Gemma4ImageProcessorPil, Gemma4TextConfig
 from transformers.models.gemma4 import image_processing_pil_gemma4
@@ -124,7 +125,7 @@ OTHERS: dict[str, Any] = {
 
 
 @needs_its_videos
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", slow_except(["edge with images"], [*OTHERS]))
 def test_other_checkpoints(name: str) -> None:
     """Trees are their paths, in mixtures of experts and beside images too; texts are those of `generate`."""
     suite = TestGemma4()

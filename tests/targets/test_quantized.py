@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from support.family_suite import text
 from support.messages import refused
 from support.models import MAKERS, make_inputs, random_draft
+from support.pass_helpers import slow_except
 from support.quantized_targets import AT_LOAD, SIZES, WRITERS, at_load, check_decoding, resume, save_target, set_config
 from support.train_helpers import configure, make_target
 from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
@@ -61,7 +62,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("family", "method"), CASES)
+@pytest.mark.parametrize(("family", "method"), slow_except([("llama", "int8")], CASES))
 def test_decodes_and_exports(family: str, method: str, quantized: Callable[[str, str], Path], tmp_path: Path) -> None:
     """Before `generate` has called the whole model; features are its hidden states; passes are eager."""
     target = sage.load_target(quantized(family, method), dtype=torch.float32, passes="compiled", **at_load(method))

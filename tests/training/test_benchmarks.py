@@ -147,6 +147,7 @@ def step(name: str, code: str, limit_s: float = 600.0, estimate_s: float = 0.0) 
     return Step(name=name, estimate_s=estimate_s, limit_s=limit_s, command=[sys.executable, "-c", code], shows="")
 
 
+@pytest.mark.slow
 def test_steps_that_fail_hang_and_do_not_fit_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grace_s = {signal.SIGINT: 0.1}  # which the step ignores; it ends as soon as the next signal has printed its stack
     monkeypatch.setattr(

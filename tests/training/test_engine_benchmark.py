@@ -84,6 +84,7 @@ def test_comparison_runs_both_sides_on_the_same_prompts(target, draft, tmp_path,
     assert "same draft, bf16: two, head, bf16 / vllm" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_llama_cpp_with_every_form_of_the_weights(tmp_path: Path) -> None:
     target = sage.Target(LlamaForCausalLM(LlamaConfig(**text_sizes())))
     target.model.save_pretrained(tmp_path / "target")

@@ -138,6 +138,7 @@ def test_a_time_out_names_the_ranks_that_wait_and_the_key(tmp_path: Path) -> Non
     assert "SeqNum=9" in failed.details
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     variables = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
