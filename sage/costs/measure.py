@@ -33,7 +33,7 @@ from sage.runtime.timing import TimedCall, interleaved_s, now_s, preparation
 from sage.targets import Features, Target
 from sage.targets.tree_passes import TreePasses, describe_target
 
-VERIFY_NODES = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64)  # kernels for few rows begin another tile beyond these
+VERIFY_NODES = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64)  # numbers of rows at which kernels change, and some between
 ROOM = max(VERIFY_NODES)
 DRAFT_WIDTHS = (1, 2, 4, 8, 16)
 LONGER_NODES = 16
